@@ -1,0 +1,1 @@
+"""TLT ("Taming the Long Tail", arXiv 2511.16665) in JAX."""
