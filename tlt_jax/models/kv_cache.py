@@ -58,6 +58,36 @@ def write(cache: KVCache, kv: tuple, rows_N: jax.Array, slots_NT: jax.Array) -> 
     return cache.replace(k=k, v=v)
 
 
+def from_prefix(kv: tuple, length_B: jax.Array) -> KVCache:
+    """A cache that holds just these keys and values (per layer, each [B, T, K, C]; T a multiple
+    of TILE) in its first slots."""
+    k, v = zip(*kv)
+    B, T, K, C = k[0].shape
+    tiles = lambda x: x.reshape(B, T // TILE, TILE, K, C).transpose(0, 3, 1, 4, 2)  # noqa: E731
+    return KVCache(tuple(tiles(x) for x in k), tuple(x.transpose(0, 2, 1, 3) for x in v), length_B)
+
+
+def fan_out(cache: KVCache, prefix: KVCache, source_B: jax.Array) -> KVCache:
+    """Overwrite row b with the prefix's row `source_B[b]`; rows with a negative source keep theirs.
+
+    The prefix may have fewer slots than the cache, never more.
+    """
+    chosen = source_B >= 0
+    source_B = jnp.maximum(source_B, 0)
+
+    def merge(old, new):
+        n = new.shape[2]
+        here = jnp.expand_dims(chosen, tuple(range(1, new.ndim)))
+        first = jnp.where(here, new[source_B], jax.lax.slice_in_dim(old, 0, n, axis=2))
+        return jax.lax.dynamic_update_slice_in_dim(old, first, 0, axis=2)
+
+    return KVCache(
+        tuple(merge(a, b) for a, b in zip(cache.k, prefix.k)),
+        tuple(merge(a, b) for a, b in zip(cache.v, prefix.v)),
+        jnp.where(chosen, prefix.length[source_B], cache.length),
+    )
+
+
 def take_rows(cache: KVCache, rows_N: jax.Array, slots: int) -> KVCache:
     """The given rows, in `slots` slots: compaction, growth and shrinking in one.
 

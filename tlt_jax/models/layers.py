@@ -60,8 +60,8 @@ def attention(q_BTHC, k_BTKC, v_BTKC, mask_BTT, cached=None):
     """Softmax attention of T new tokens over the row's committed tokens and each other.
 
     mask_BTT: which of the new tokens each new token sees. cached: (k, v, length_B) of one layer
-    as `KVCache` holds them, or None. Query head h reads key head h // (H / K). Returns [B, T, H, C].
-    Scores and softmax are float32 (or float64).
+    as `KVCache` holds them, or None. Query head h reads key head h // (H / K). Scores and softmax
+    are float32 (or float64). Returns [B, T, H, C].
     """
     B, T, H, C = q_BTHC.shape
     K = k_BTKC.shape[2]

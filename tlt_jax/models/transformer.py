@@ -15,6 +15,8 @@ from tlt_jax.models import layers, rope
 from tlt_jax.models.config import ModelConfig
 from tlt_jax.models.kv_cache import KVCache
 
+NORMAL = nn.initializers.normal(0.02)
+
 
 @flax.struct.dataclass
 class Output:
@@ -85,10 +87,10 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(self, tokens_BT, positions_BT, mask_BTT, cache: KVCache | None = None, taps=()):
         c = self.config
-        normal, vocab = nn.initializers.normal(0.02), (c.vocab_size, c.width)
-        embed_VD = self.param("embed", normal, vocab)
+        vocab = (c.vocab_size, c.width)
+        embed_VD = self.param("embed", NORMAL, vocab)
         if not c.tied:
-            self.param("head", normal, vocab)  # read by `logits`
+            self.param("head", NORMAL, vocab)  # read by `logits`
         x_BTD = embed_VD[tokens_BT].astype(c.dtype)
         cos_sin = rope.tables(c.rope, c.head_dim, positions_BT, c.dtype)
         block = Block(c, parent=None)
