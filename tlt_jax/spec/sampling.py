@@ -77,7 +77,7 @@ def _mask_below(scores_BV, weights_BV, target_B):
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
-    """Unsigned integers in the order of the floats: all bits of negatives flipped, else the sign."""
+    """Unsigned integers in the order of the floats: negatives have all bits flipped."""
     kind = {4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
     bits = jax.lax.bitcast_convert_type(x, kind)
     sign = jnp.ones((), kind) << (x.dtype.itemsize * 8 - 1)

@@ -125,7 +125,7 @@ class Session:
         return "length" if row.emitted == self.sampling.max_new_tokens else None
 
     def _admit(self):
-        """Give free rows to waiting responses; each prompt is prefilled once for all its members."""
+        """Give free rows to waiting responses; a prompt is prefilled once for all its members."""
         free = [b for b, row in enumerate(self.rows) if row is None]
         entering = [self.queue.popleft() for _ in range(min(len(free), len(self.queue)))]
         self._prefill([g for g in dict.fromkeys(g for g, _ in entering) if g not in self.prefixes])

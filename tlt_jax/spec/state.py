@@ -56,10 +56,19 @@ def empty(config: ModelConfig, rows: int, slots: int) -> DecodeState:
 
 def no_new_rows(rows: int) -> NewRows:
     """Host arrays that admit nothing, to be filled in."""
-    zeros = [np.zeros(rows, np.int32) for _ in range(6)]
-    sampling = SamplingRows(np.ones(rows, np.float32), np.ones(rows, np.float32), zeros[5])
+
+    def zeros(dtype=np.int32):
+        return np.zeros(rows, dtype)
+
+    ones = np.ones(rows, np.float32)
     return NewRows(
-        np.full(rows, -1, np.int32), *zeros[:3], np.zeros(rows, np.uint32), zeros[3], sampling
+        source=zeros() - 1,
+        token=zeros(),
+        limit=zeros(),
+        domain=zeros(),
+        draw=zeros(np.uint32),
+        member=zeros(),
+        sampling=SamplingRows(ones, ones.copy(), zeros()),
     )
 
 
