@@ -7,9 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tlt_jax.rl import tasks as gym_tasks
 from tlt_jax.rl.prompt_file import PromptRecord, read_prompt_file
-from tlt_jax.rl.tasks import Task
+from tlt_jax.rl.tasks import Question, Task, draw_questions
 
 TRAIN, EVALUATION, GENERATE = 0, 1, 2  # domains: sampling noise is keyed by them
 _SLOT = "{question}"
@@ -95,46 +94,49 @@ class PromptData:
     train: tuple[Example, ...]
     held_out: tuple[Example, ...]
     num_too_long: int
-    num_overlapping: int  # lines of eval_file whose prompt is also in train_file
+    num_overlapping: int  # lines of train_file left out because eval_file has them too
 
 
 def load_prompts(config: DataConfig, tokenizer: Tokenizer) -> PromptData:
-    """Make the examples that `config` describes. No held-out prompt is a training prompt.
+    """Make the examples that `config` describes. No training prompt has the text of a held-out one.
 
+    The held-out set is chosen first, so that runs of different `seed` are compared on the same one.
     Raises ValueError for a bad task or file, a prompt longer than max_prompt_tokens (unless
     drop_long), or a set left without prompts.
     """
     if config.tasks:
-        drawn = gym_tasks.training_questions(config.tasks, config.size, config.seed)
-        texts = {question.text for question in drawn}
-        held = gym_tasks.held_out_questions(config.tasks, config.eval_size, config.eval_seed, texts)
-        train, held_out = (
-            [_question_example(config, tokenizer, question) for question in questions]
-            for questions in (drawn, held)
-        )
+        held_out, train = _task_examples(config, tokenizer)
         num_overlapping = 0
     else:
-        train = _file_examples(config.train_file, tokenizer)
-        texts = {example.text for example in train}
-        held_file = _file_examples(config.eval_file, tokenizer) if config.eval_file else []
-        fresh = [example for example in held_file if example.text not in texts]
-        num_overlapping = len(held_file) - len(fresh)
-        held_out = fresh[: config.eval_size]
+        held_out = _file_examples(config.eval_file, tokenizer) if config.eval_file else []
+        excluded = {example.text for example in held_out}
+        held_out = held_out[: config.eval_size]
+        lines = _file_examples(config.train_file, tokenizer)
+        train = [example for example in lines if example.text not in excluded]
+        num_overlapping = len(lines) - len(train)
     num_before = len(train) + len(held_out)
     train, held_out = (_drop_long(config, examples) for examples in (train, held_out))
+    num_too_long = num_before - len(train) - len(held_out)
     if not train or (config.eval_size and not held_out):
         raise ValueError(
             f"no {'held-out' if train else 'training'} prompts remain: {num_overlapping} lines of "
-            f"eval_file are in train_file, and {num_before - len(train) - len(held_out)} prompts "
-            f"are longer than max_prompt_tokens={config.max_prompt_tokens}"
+            f"train_file are also in eval_file, and {num_too_long} prompts are longer than "
+            f"max_prompt_tokens={config.max_prompt_tokens}"
         )
-    num_too_long = num_before - len(train) - len(held_out)
     return PromptData(tuple(train), tuple(held_out), num_too_long, num_overlapping)
 
 
-def _question_example(
-    config: DataConfig, tokenizer: Tokenizer, question: gym_tasks.Question
-) -> Example:
+def _task_examples(config: DataConfig, tokenizer: Tokenizer) -> tuple[list[Example], list[Example]]:
+    held_out = draw_questions(config.tasks, config.eval_size, config.eval_seed, domain=EVALUATION)
+    texts = frozenset(question.text for question in held_out)
+    train = draw_questions(config.tasks, config.size, config.seed, domain=TRAIN, excluded=texts)
+    return tuple(
+        [_question_example(config, tokenizer, question) for question in questions]
+        for questions in (held_out, train)
+    )
+
+
+def _question_example(config: DataConfig, tokenizer: Tokenizer, question: Question) -> Example:
     messages = [{"role": "system", "content": config.system}] if config.system else []
     content = config.template.replace(_SLOT, question.text)
     ids = tokenizer.chat([*messages, {"role": "user", "content": content}])

@@ -1,12 +1,11 @@
 """Questions from reasoning-gym: a training mixture and a held-out set, both reproducible."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
-
-_TRIES_PER_HELD_OUT = 50  # questions looked at for each one that the training set may not contain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,40 +38,26 @@ class Question:
     entry: dict[str, Any]  # task, params (the keywords of the scorer), item (as generated)
 
 
-def training_questions(tasks: tuple[Task, ...], size: int, seed: int) -> list[Question]:
-    """Return `size` questions, each task's share rounded by largest remainder, in task order."""
-    questions = []
-    for index, (task, count) in enumerate(zip(tasks, split_by_weight(tasks, size))):
-        if count:
-            dataset = _dataset(task, count, _task_seed(0, seed, index))
-            questions += [_question(task, dataset[i]) for i in range(count)]
-    return questions
-
-
-def held_out_questions(
-    tasks: tuple[Task, ...], size: int, seed: int, excluded: Set[str]
+def draw_questions(
+    tasks: tuple[Task, ...], size: int, seed: int, *, domain: int, excluded: Set[str] = frozenset()
 ) -> list[Question]:
-    """Return `size` questions in the mixture of training, none with a text in `excluded`.
+    """Return `size` questions, in task order, none with a text in `excluded`.
 
-    Raises ValueError if a task has too few other questions.
+    Each task's share is rounded by `split_by_weight`. A (seed, domain) shares its questions with no
+    other, unless the task has so few that they recur. Raises ValueError for an unknown task or
+    parameter, and if a task has too few questions outside of `excluded`.
     """
     questions = []
     for index, (task, count) in enumerate(zip(tasks, split_by_weight(tasks, size))):
-        if not count:
-            continue
-        tries = count * _TRIES_PER_HELD_OUT
-        dataset = _dataset(task, tries, _task_seed(1, seed, index))
-        found: list[Question] = []
-        for i in range(tries):
-            question = _question(task, dataset[i])
-            if question.text not in excluded:
-                found.append(question)
-            if len(found) == count:
-                break
-        else:
+        tries = 10 * count + 1000
+        dataset = _dataset(task, tries, _task_seed(domain, seed, index))
+        drawn = (_question(task, dataset[i]) for i in range(tries))
+        fresh = (question for question in drawn if question.text not in excluded)
+        found = list(itertools.islice(fresh, count))
+        if len(found) < count:
             raise ValueError(
-                f"task {task.name!r}: only {len(found)} of {count} held-out questions differ from "
-                f"the training set after {tries} tries; lower size, or widen the task's params"
+                f"task {task.name!r}: only {len(found)} of {count} questions differ from those "
+                f"held out, after {tries} tries; lower eval_size, or widen the task's params"
             )
         questions += found
     return questions
@@ -89,9 +74,9 @@ def split_by_weight(tasks: tuple[Task, ...], size: int) -> list[int]:
 
 
 def _task_seed(domain: int, seed: int, index: int) -> int:
-    """Return a seed whose questions no other (domain, seed, index) shares.
+    """Return a seed of reasoning-gym for one task of a mixture.
 
-    The package seeds question i by seed + i, so that neighbouring seeds give nearly the same set.
+    Hashed, because the package seeds question i by seed + i: seeds 0 and 1 would share nearly all.
     """
     return int(np.random.SeedSequence([domain, seed, index]).generate_state(1)[0] >> 1)
 
