@@ -160,10 +160,14 @@ def forward(config, params, tokens_BT, positions_BT, mask_BTT, cache=None, taps=
     return model.apply({"params": params}, tokens_BT, positions_BT, mask_BTT, cache, taps)
 
 
+def head(config: ModelConfig, params: dict) -> jax.Array:
+    """The output matrix [V, D]; a tied head is the embedding."""
+    return params["embed"] if config.tied else params["head"]
+
+
 def logits(config: ModelConfig, params: dict, hidden: jax.Array) -> jax.Array:
     """Scores [..., V] of hidden states [..., D], float32 (float64 in tests)."""
-    head_VD = params["embed"] if config.tied else params["head"]
-    out = layers.linear(hidden, head_VD)
+    out = layers.linear(hidden, head(config, params))
     return out.astype(jnp.promote_types(out.dtype, jnp.float32))
 
 

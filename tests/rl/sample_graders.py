@@ -1,0 +1,68 @@
+"""Graders, good and bad, that reward workers import in the tests."""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import time
+
+
+def length(text, entry):
+    return len(text) * entry.get("scale", 1)
+
+
+def pid(text, entry):
+    time.sleep(0.2)  # so that the other worker gets a request as well
+    return os.getpid()
+
+
+def heavy_modules(text, entry):
+    return sum(name in sys.modules for name in ("jax", "transformers", "torch", "numpy"))
+
+
+def prints_and_reads(text, entry):
+    print("noise on standard output")
+    return len(sys.stdin.read())
+
+
+def raises(text, entry):
+    raise KeyError("no such part")
+
+
+def leaves(text, entry):
+    sys.exit(3)
+
+
+def dies(text, entry):
+    ctypes.string_at(0)
+
+
+def hangs(text, entry):
+    time.sleep(1000)
+
+
+def hangs_with_the_lock(text, entry):
+    """Never gives another thread a turn, as a bad regular expression does."""
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+def hangs_with_a_child(text, entry):
+    child = subprocess.Popen(["sleep", "1000"])
+    with open(entry["pid_file"], "w") as file:
+        file.write(str(child.pid))
+    time.sleep(1000)
+
+
+def returns(text, entry):
+    return {
+        "nan": float("nan"),
+        "inf": float("inf"),
+        "none": None,
+        "text": "1.0",
+        "list": [1.0],
+        "complex": 1j,
+        "huge": 10**400,
+        "true": True,
+        "int": 2,
+    }[text]

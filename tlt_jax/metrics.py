@@ -1,0 +1,92 @@
+"""metrics.jsonl: one line per RL step, its keys listed here.
+
+Two kinds of keys. `content/…`: what was sampled and learnt; bit-identical between two runs of one
+config under the fixed schedule. `pace/…`: what depends on clocks and machines.
+"""
+
+import json
+import math
+import numbers
+import os
+from collections.abc import Mapping
+
+import numpy as np
+
+from tlt_jax.atomic import LineFile
+
+KEYS: dict[str, str] = {
+    "content/step": "RL step, from 1; 0 is the untrained policy",
+    "content/reward_mean": "mean reward of the validly graded responses",
+    "content/reward_std": "population standard deviation of the same rewards",
+    "content/loss": "policy loss of the update",
+    "content/grad_norm": "global gradient norm before clipping",
+    "content/response_length_mean": "tokens per response, EOS included, mean",
+    "content/response_length_max": "tokens of the longest response",
+    "content/truncated_share": "share of responses that ended at the length limit",
+    "content/valid_share": "share of responses whose grading succeeded",
+    "content/zero_advantage_share": "share of responses with advantage 0: no gradient from them",
+    "content/tokens": "response tokens of the step",
+    "content/learning_rate": "learning rate of the update",
+    "content/eval_accuracy": "share of held-out prompts answered correctly (evaluation steps)",
+    "pace/step_seconds": "wall-clock seconds of the whole step",
+    "pace/rollout_seconds": "seconds until the last response was sampled",
+    "pace/update_seconds": "seconds of the policy update",
+    "pace/reward_wait_seconds": "seconds waited for gradings after the last response",
+    "pace/rollout_tokens_per_second": "response tokens / rollout_seconds",
+    "pace/logprob_gap_mean": "mean |trainer - rollout log-prob| per token, nats",
+    "pace/logprob_gap_max": "largest |trainer - rollout log-prob| of a token, nats",
+    "pace/compile_seconds": "seconds spent compiling during the step",
+    "pace/reward_errors": "gradings that raised or whose worker died (a count)",
+    "pace/reward_timeouts": "gradings killed at their deadline (a count)",
+    "pace/reward_invalid": "gradings that returned no finite number (a count)",
+    "pace/eval_seconds": "seconds of the held-out evaluation (evaluation steps)",
+}
+EVALUATION_KEYS = frozenset({"content/eval_accuracy", "pace/eval_seconds"})
+STEP_KEYS = frozenset(KEYS) - EVALUATION_KEYS
+
+
+class MetricsWriter:
+    """Appends lines to metrics.jsonl; each is on disk, whole, when `write` returns."""
+
+    def __init__(self, path: str | os.PathLike):
+        self._file = LineFile(path)
+
+    def write(self, values: Mapping[str, float]) -> None:
+        """Append one line: all of STEP_KEYS, EVALUATION_KEYS too if the step evaluated.
+
+        A line of content/step and EVALUATION_KEYS alone is an evaluation outside of any step.
+        Raises ValueError naming the key that is unknown, missing, not a number or, in content,
+        not finite. A pace value that is not finite is written as null (a rate over no time).
+        """
+        keys = set(values)
+        if unknown := sorted(keys - set(KEYS)):
+            raise ValueError(f"unknown metric {unknown[0]!r}; add it to KEYS in tlt_jax/metrics.py")
+        if keys != EVALUATION_KEYS | {"content/step"}:
+            wanted = STEP_KEYS | (EVALUATION_KEYS if keys & EVALUATION_KEYS else set())
+            if missing := sorted(wanted - keys):
+                raise ValueError(f"the metrics line lacks {', '.join(missing)}")
+        line = {key: _number(key, values[key]) for key in KEYS if key in keys}
+        self._file.append(json.dumps(line, allow_nan=False) + "\n", sync=True)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+
+def _number(key: str, value) -> int | float | None:
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(
+            f"metric {key}={value!r} is a {type(value).__name__}; pass a Python or numpy number"
+        )
+    if math.isfinite(value):
+        return value
+    if key.startswith("content/"):
+        raise ValueError(f"metric {key}={value} is not finite, so this step's content is broken")
+    return None

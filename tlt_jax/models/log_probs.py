@@ -1,0 +1,97 @@
+"""Log-probs of given tokens without the logits of all of them at once.
+
+The head's product, the softmax and its gradient are done for a chunk of tokens at a time, so a
+vocabulary of 150k costs [chunk, V] floats and not [tokens, V]. The backward pass computes a
+chunk's logits again and adds up the head's gradient. Chunks past `count` are never computed:
+padding costs nothing, and the shapes stay fixed.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.models import transformer
+from tlt_jax.models.config import ModelConfig
+
+
+def token_log_probs(
+    config: ModelConfig,
+    params: dict,
+    hidden_ND: jax.Array,
+    targets_N: jax.Array,
+    count: jax.Array,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+) -> jax.Array:
+    """log_softmax(logits / temperature)[target] of the first `count` of N tokens -> [N].
+
+    hidden_ND: after the final norm, as `forward` returns it. Values past `count` are
+    unspecified (finite where `hidden_ND` is) and take no gradient. float32 (float64 in tests).
+    """
+    N, _ = hidden_ND.shape
+    chunk = min(chunk, N)
+    pad = -N % chunk
+    hidden_ND = jnp.pad(hidden_ND, ((0, pad), (0, 0)))
+    targets_N = jnp.pad(targets_N, (0, pad))
+    head_VD = transformer.head(config, params)
+    logp_N = _chunked(hidden_ND, head_VD, targets_N, count, temperature, chunk)
+    return logp_N[:N]
+
+
+def _scores(hidden_ND, head_VD, temperature):
+    scores_NV = jnp.einsum("ND,VD->NV", hidden_ND, head_VD.astype(hidden_ND.dtype))
+    return scores_NV.astype(jnp.promote_types(scores_NV.dtype, jnp.float32)) / temperature
+
+
+def _slice(x, i, chunk):
+    return jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _chunked(hidden_ND, head_VD, targets_N, count, temperature, chunk):
+    return _forward(hidden_ND, head_VD, targets_N, count, temperature, chunk)[0]
+
+
+def _forward(hidden_ND, head_VD, targets_N, count, temperature, chunk):
+    def body(i, carry):
+        logp_N, norm_N = carry
+        scores = _scores(_slice(hidden_ND, i, chunk), head_VD, temperature)
+        norm = jax.nn.logsumexp(scores, axis=-1)
+        picked = jnp.take_along_axis(scores, _slice(targets_N, i, chunk)[:, None], axis=-1)
+        put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, i * chunk, 0)  # noqa: E731
+        return put(logp_N, picked[:, 0] - norm), put(norm_N, norm)
+
+    zeros = jnp.zeros(targets_N.shape, jnp.promote_types(hidden_ND.dtype, jnp.float32))
+    logp_N, norm_N = jax.lax.fori_loop(0, _chunks(count, chunk), body, (zeros, zeros))
+    return logp_N, (hidden_ND, head_VD, targets_N, count, norm_N)
+
+
+def _backward(temperature, chunk, saved, grad_N):
+    hidden_ND, head_VD, targets_N, count, norm_N = saved
+    # Places past `count` in the last chunk have a softmax too: no gradient may come from them.
+    grad_N = jnp.where(jnp.arange(grad_N.shape[0]) < count, grad_N, 0.0) / temperature
+    V = head_VD.shape[0]
+
+    def body(i, carry):
+        dhidden_ND, dhead_VD = carry
+        h = _slice(hidden_ND, i, chunk)
+        p = jnp.exp(_scores(h, head_VD, temperature) - _slice(norm_N, i, chunk)[:, None])
+        hit = _slice(targets_N, i, chunk)[:, None] == jnp.arange(V)[None]
+        d = ((hit - p) * _slice(grad_N, i, chunk)[:, None]).astype(h.dtype)
+        dh = jnp.einsum("NV,VD->ND", d, head_VD.astype(h.dtype))
+        dhidden_ND = jax.lax.dynamic_update_slice_in_dim(dhidden_ND, dh, i * chunk, 0)
+        dhead = jnp.einsum("NV,ND->VD", d, h, preferred_element_type=dhead_VD.dtype)
+        return dhidden_ND, dhead_VD + dhead
+
+    start = (jnp.zeros_like(hidden_ND), jnp.zeros_like(head_VD))
+    dhidden_ND, dhead_VD = jax.lax.fori_loop(0, _chunks(count, chunk), body, start)
+    return dhidden_ND, dhead_VD, None, None
+
+
+def _chunks(count, chunk):
+    return (count + chunk - 1) // chunk
+
+
+_chunked.defvjp(_forward, _backward)

@@ -1,0 +1,171 @@
+"""Samples of uneven length to micro-batches of one fixed shape, on the host.
+
+Which logits score which token is decided in one place, `scored_positions`. Masks come from
+lengths, never from token values: an EOS is a generated token like any other, and a pad id that
+equals it is harmless.
+"""
+
+import dataclasses
+
+import flax.struct
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One response with its per-token values."""
+
+    prompt: np.ndarray  # [P] int, at least one token
+    response: np.ndarray  # [R] int, as sampled: a final EOS included
+    advantages: np.ndarray | float  # [R], or one number for all tokens
+    rollout_logp: np.ndarray  # [R] log-probs under the logits that were sampled
+    old_logp: np.ndarray | None = None  # [R] denominator of the ratio; None: the policy itself
+
+    def __post_init__(self):
+        if len(self.prompt) == 0:
+            raise ValueError("a sample has an empty prompt; start it with a BOS or newline token")
+        for name in ("advantages", "rollout_logp", "old_logp"):
+            size = np.size(getattr(self, name)) if getattr(self, name) is not None else None
+            scalar = name == "advantages" and np.ndim(self.advantages) == 0
+            if size is not None and not scalar and size != len(self.response):
+                raise ValueError(
+                    f"{name} has {size} values for a response of {len(self.response)} tokens; "
+                    "give one per response token"
+                )
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt) + len(self.response)
+
+
+@flax.struct.dataclass
+class PackedBatch:
+    """A micro-batch: B rows of T tokens and the list of N = B * T places for scored tokens.
+
+    The first `count` places of the list are real; the others point at 0 and hold zeros.
+    """
+
+    tokens: np.ndarray  # [B, T] int32
+    positions: np.ndarray  # [B, T] int32, restart at 0 with every sample
+    segments: np.ndarray  # [B, T] int32, 1, 2, … within a row; 0 is padding
+    at: np.ndarray  # [N] int32, b * T + t of the logits that score the token
+    targets: np.ndarray  # [N] int32, the token scored
+    sample: np.ndarray  # [N] int32, index of its sample; -1 past `count`
+    advantages: np.ndarray  # [N] float32
+    rollout_logp: np.ndarray  # [N] float32
+    old_logp: np.ndarray | None  # [N] float32, or None for all
+    count: np.ndarray  # [] int32, scored tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchShape:
+    """Rows and tokens per row of every micro-batch of a run."""
+
+    rows: int
+    length: int
+
+    @classmethod
+    def within(cls, budget: int, length: int, samples: int) -> "BatchShape":
+        """The shape that fits `budget` tokens and spreads `samples` rows evenly.
+
+        32 rows of 192 tokens within 2048 tokens: 10 would fit, 4 micro-batches are needed, so 8.
+        """
+        if length > budget:
+            raise ValueError(
+                f"micro_batch_tokens={budget} is less than one row of {length} tokens; "
+                f"raise it to at least {length} or shorten prompts and responses"
+            )
+        batches = -(-samples // (budget // length))
+        return cls(rows=-(-samples // batches), length=length)
+
+
+def scored_positions(prompt: int, response: int) -> np.ndarray:
+    """Where within a sample the logits are that score its response tokens, in order.
+
+    Logits at position t predict token t + 1. Worked: prompt a b c (0 1 2), response x y (3 4):
+    x is scored at 2, y at 3; position 4 scores nothing.
+    """
+    return np.arange(prompt - 1, prompt - 1 + response)
+
+
+def first_fit_decreasing(sizes: list[int], room: int) -> list[list[int]]:
+    """Indices of `sizes` in rows of at most `room`: longest first, each into the first row that
+    holds it. Ties keep their order, so the result is a function of the sizes alone."""
+    rows: list[list[int]] = []
+    left: list[int] = []
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        row = next((r for r, free in enumerate(left) if sizes[i] <= free), len(rows))
+        if row == len(rows):
+            rows.append([])
+            left.append(room)
+        rows[row].append(i)
+        left[row] -= sizes[i]
+    return rows
+
+
+def pack(samples: list[Sample], shape: BatchShape, *, packed: bool) -> list[PackedBatch]:
+    """Samples in micro-batches of `shape`; the last one is filled with empty rows.
+
+    packed: several samples share a row (attention is cut by `segments`); else one per row, in
+    order. Raises ValueError for a sample longer than a row.
+    """
+    sizes = [s.tokens for s in samples]
+    for i, size in enumerate(sizes):
+        if size > shape.length:
+            raise ValueError(
+                f"sample {i} has {size} tokens (prompt {len(samples[i].prompt)}, response "
+                f"{len(samples[i].response)}), a row holds {shape.length}; raise the row length"
+            )
+    known = {s.old_logp is not None for s in samples}
+    if len(known) > 1:
+        raise ValueError("some samples have old_logp and some do not; give it for all or none")
+    rows = first_fit_decreasing(sizes, shape.length) if packed else [[i] for i in range(len(sizes))]
+    starts = range(0, len(rows), shape.rows)
+    return [_batch(samples, rows[start : start + shape.rows], shape) for start in starts]
+
+
+def _batch(samples: list[Sample], rows: list[list[int]], shape: BatchShape) -> PackedBatch:
+    B, T = shape.rows, shape.length
+    tokens, positions, segments = (np.zeros((B, T), np.int32) for _ in range(3))
+    scored = {name: [] for name in ("at", "targets", "sample", "advantages", "rollout_logp")}
+    with_old = any(samples[i].old_logp is not None for row in rows for i in row)
+    if with_old:
+        scored["old_logp"] = []
+    for b, row in enumerate(rows):
+        start = 0
+        for segment, i in enumerate(row, start=1):
+            s, R = samples[i], len(samples[i].response)
+            here = slice(start, start + s.tokens)
+            tokens[b, here] = np.concatenate([s.prompt, s.response])
+            positions[b, here] = np.arange(s.tokens)
+            segments[b, here] = segment
+            scored["at"].append(b * T + start + scored_positions(len(s.prompt), R))
+            scored["targets"].append(s.response)
+            scored["sample"].append(np.full(R, i))
+            scored["advantages"].append(np.broadcast_to(s.advantages, R))
+            scored["rollout_logp"].append(s.rollout_logp)
+            if with_old:
+                scored["old_logp"].append(s.old_logp)
+            start += s.tokens
+    lists = {name: np.concatenate(parts) for name, parts in scored.items()}
+    count = len(lists["at"])
+
+    def padded(name):
+        dtype = np.int32 if name in ("at", "targets", "sample") else np.float32
+        out = np.full(B * T, -1 if name == "sample" else 0, dtype)
+        out[:count] = lists[name]
+        return out
+
+    fields = {name: padded(name) for name in scored}
+    fields.setdefault("old_logp", None)
+    return PackedBatch(tokens, positions, segments, count=np.int32(count), **fields)
+
+
+def unpack(batches: list[PackedBatch], values: list[np.ndarray], samples: int) -> list[np.ndarray]:
+    """Per-place values [N] of every micro-batch back to one array per sample, in token order."""
+    out = [np.zeros(0, np.float32)] * samples
+    for batch, value in zip(batches, values):
+        # Places of one sample lie together and in order.
+        for i in np.unique(batch.sample[: batch.count]):
+            out[i] = np.asarray(value)[batch.sample == i]
+    return out

@@ -1,0 +1,243 @@
+"""The policy update: gradients summed over micro-batches, clipped, applied with AdamW.
+
+Three compiled programs, none of which depends on how many samples or tokens an update has:
+`add_gradient` (one micro-batch into a donated accumulator), `global_norm`, and `apply_gradient`
+(donated state). Losses are divided by the token count of the whole update, so their gradients
+simply add up.
+"""
+
+import dataclasses
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tlt_jax.models import layers, transformer
+from tlt_jax.models.config import ModelConfig
+from tlt_jax.models.log_probs import token_log_probs
+from tlt_jax.rl import packing
+from tlt_jax.rl.loss import grpo_loss
+from tlt_jax.rl.packing import BatchShape, PackedBatch, Sample
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerConfig:
+    """Optimizer, loss and micro-batches of the policy update."""
+
+    learning_rate: float = 1e-5
+    schedule: str = "constant"  # after the warm-up: constant, or linear or cosine down to zero
+    warmup_steps: int = 0
+    total_steps: int = 0  # linear, cosine: updates until zero, warm-up included
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0  # of weight matrices; norms and biases are left alone
+    clip_norm: float = 1.0  # of the gradient of the whole update
+    clip_low: float = 0.2  # ratio held within [1 - clip_low, 1 + clip_high]
+    clip_high: float = 0.2
+    temperature: float = 1.0  # of the sampling; 0 (greedy rollouts) trains at 1
+    micro_batch_tokens: int = 2048  # tokens of a micro-batch, padding included
+    pack: bool = True  # several samples per row
+    head_chunk: int = 1024  # tokens whose logits exist at once
+
+    def __post_init__(self):
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule={self.schedule!r} is not known; use one of {SCHEDULES}")
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule={self.schedule!r} needs total_steps > warmup_steps, got "
+                f"total_steps={self.total_steps}, warmup_steps={self.warmup_steps}"
+            )
+        for name in ("learning_rate", "clip_norm", "micro_batch_tokens", "head_chunk", "eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be greater than 0")
+        for name in ("weight_decay", "temperature", "warmup_steps", "clip_low", "clip_high"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
+
+    def learning_rate_at(self, step):
+        """Learning rate of update number `step` (from 0): linear warm-up, then the schedule."""
+        warm = jnp.minimum(1.0, (step + 1) / (self.warmup_steps + 1))
+        if self.schedule == "constant":
+            return self.learning_rate * warm
+        done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
+        done = jnp.clip(done, 0.0, 1.0)
+        left = 1 - done if self.schedule == "linear" else (1 + jnp.cos(jnp.pi * done)) / 2
+        return self.learning_rate * warm * left
+
+
+@flax.struct.dataclass
+class TrainState:
+    params: dict  # master weights, stacked layout
+    opt_state: tuple
+    step: jax.Array  # [] int32, updates done
+
+
+@flax.struct.dataclass
+class Total:
+    """What micro-batches add up to."""
+
+    grads: dict
+    loss: jax.Array
+    clip_fraction: jax.Array  # tokens whose ratio was clipped, of all
+    gap_mean: jax.Array  # |trainer log-prob - rollout log-prob| over tokens
+    gap_max: jax.Array
+    gap_outside: jax.Array  # share of tokens whose ratio of the two leaves [0.9, 1.1]
+
+
+class NonFiniteError(FloatingPointError):
+    """A loss or gradient is NaN or infinite; the parameters are those before the update."""
+
+
+def optimizer(config: TrainerConfig) -> optax.GradientTransformation:
+    """AdamW (arXiv 1711.05101). Clipping is done before it, on the summed gradient."""
+
+    def decayed(params):
+        def is_matrix(path, _):
+            name = path[-1].key
+            return not name.endswith("norm") and not name.startswith("b_")
+
+        return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+    return optax.adamw(
+        config.learning_rate_at,
+        b1=config.beta1,
+        b2=config.beta2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=decayed,
+    )
+
+
+def batch_log_probs(model: ModelConfig, config: TrainerConfig, params, batch: PackedBatch):
+    """Log-probs [N] of the scored tokens under `params`, at the sampling temperature."""
+    mask_BTT = layers.causal_mask(batch.segments)
+    out = transformer.forward(model, params, batch.tokens, batch.positions, mask_BTT)
+    hidden_ND = out.hidden.reshape(-1, model.width)[batch.at]
+    return token_log_probs(
+        model,
+        params,
+        hidden_ND,
+        batch.targets,
+        batch.count,
+        temperature=config.temperature or 1.0,
+        chunk=config.head_chunk,
+    )
+
+
+def add_gradient(model, config, params, total: Total, batch: PackedBatch, denominator) -> Total:
+    """Add the loss, gradient and metrics of one micro-batch to `total`.
+
+    denominator: scored tokens of the whole update, over all micro-batches and devices.
+    """
+    mask_N = jnp.arange(batch.at.shape[0]) < batch.count
+
+    def loss_of(params):
+        logp_N = batch_log_probs(model, config, params, batch)
+        loss, metrics = grpo_loss(
+            logp_N,
+            batch.old_logp,
+            batch.advantages,
+            mask_N,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            denominator=denominator,
+        )
+        return loss, (logp_N, metrics)
+
+    (loss, (logp_N, metrics)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+    gap_N = jnp.where(mask_N, logp_N - batch.rollout_logp, 0.0)
+    ratio_N = jnp.exp(gap_N)
+    return Total(
+        grads=jax.tree.map(jnp.add, total.grads, grads),
+        loss=total.loss + loss,
+        clip_fraction=total.clip_fraction + metrics["clip_fraction"],
+        gap_mean=total.gap_mean + jnp.sum(jnp.abs(gap_N)) / denominator,
+        gap_max=jnp.maximum(total.gap_max, jnp.max(jnp.abs(gap_N))),
+        gap_outside=total.gap_outside + jnp.sum(jnp.abs(ratio_N - 1) > 0.1) / denominator,
+    )
+
+
+def apply_gradient(config: TrainerConfig, state: TrainState, grads: dict, norm) -> TrainState:
+    """One AdamW step with `grads`, scaled down where their global norm exceeds `clip_norm`."""
+    scale = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-30))
+    grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+    updates, opt_state = optimizer(config).update(grads, state.opt_state, state.params)
+    return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
+
+
+class PolicyTrainer:
+    """Holds the training state and updates it from samples.
+
+    `params` (stacked layout) are taken over: the first update donates their buffers.
+    row_tokens: longest prompt plus longest response; samples: how many an update usually has.
+    Together they fix the shape of every micro-batch, so nothing compiles after the first update.
+    """
+
+    def __init__(
+        self, model: ModelConfig, config: TrainerConfig, params: dict, row_tokens: int, samples: int
+    ):
+        self.model, self.config = model, config
+        self.shape = BatchShape.within(config.micro_batch_tokens, row_tokens, samples)
+        opt_state = jax.jit(optimizer(config).init)(params)
+        self.state = TrainState(params, opt_state, jnp.zeros((), jnp.int32))
+        self._add = jax.jit(functools.partial(add_gradient, model, config), donate_argnums=1)
+        self._apply = jax.jit(functools.partial(apply_gradient, config), donate_argnums=(0, 1))
+        self._norm = jax.jit(optax.global_norm)
+        self._log_probs = jax.jit(functools.partial(batch_log_probs, model, config))
+        self._zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params))
+
+    def update(self, samples: list[Sample]) -> dict[str, float]:
+        """One optimizer step on `samples` -> metrics.
+
+        Raises NonFiniteError, naming the step, for a NaN or infinite loss or gradient, before
+        anything of the state is changed, and ValueError where no sample has a response token.
+        """
+        step = int(self.state.step)
+        tokens = sum(len(s.response) for s in samples)
+        if tokens == 0:
+            raise ValueError(
+                f"update {step} has {len(samples)} samples and no response token; skip the update"
+            )
+        total = self.gradient(samples)
+        norm = self._norm(total.grads)
+        metrics = {
+            "loss": total.loss,
+            "grad_norm": norm,
+            "clip_fraction": total.clip_fraction,
+            "logp_gap_mean": total.gap_mean,
+            "logp_gap_max": total.gap_max,
+            "logp_gap_outside": total.gap_outside,
+            "learning_rate": self.config.learning_rate_at(step),
+        }
+        metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        for name in ("loss", "grad_norm"):
+            if not np.isfinite(metrics[name]):
+                raise NonFiniteError(
+                    f"{name}={metrics[name]} in update {step}; the parameters were not changed"
+                )
+        self.state = self._apply(self.state, total.grads, norm)
+        return metrics | {"tokens": tokens}
+
+    def gradient(self, samples: list[Sample]) -> Total:
+        """The gradient of the whole update, unclipped, with its loss and metrics."""
+        denominator = np.float32(sum(len(s.response) for s in samples))
+        zero = jnp.zeros(())
+        total = Total(self._zeros(self.state.params), *(jnp.copy(zero) for _ in range(5)))
+        for batch in packing.pack(samples, self.shape, packed=self.config.pack):
+            total = self._add(self.state.params, total, batch, denominator)
+        return total
+
+    def log_probs(self, samples: list[Sample]) -> list[np.ndarray]:
+        """Log-probs of every response token under the current parameters, per sample."""
+        batches = packing.pack(samples, self.shape, packed=self.config.pack)
+        values = [np.array(self._log_probs(self.state.params, batch)) for batch in batches]
+        return packing.unpack(batches, values, len(samples))

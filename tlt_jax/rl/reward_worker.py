@@ -1,0 +1,79 @@
+"""The process that runs graders. It talks through its standard input, a socket to its parent.
+
+Its parent kills it when an answer takes too long. When the parent itself dies, even by SIGKILL, the
+socket closes and the worker ends at once; if a grader holds the interpreter lock just then (a
+runaway regular expression does), an alarm set a little beyond the deadline ends it.
+"""
+
+import math
+import numbers
+import os
+import pickle
+import queue
+import signal
+import threading
+import traceback
+from multiprocessing.connection import Connection
+
+from tlt_jax.rl import graders
+
+STARTED = "started"  # the grader is loaded; its deadline begins
+_GRACE_S = 1.0  # beyond the deadline, so that the parent's own kill comes first
+
+
+def main() -> None:
+    """Grade requests (grader, text, entry, deadline_s) until the parent goes away.
+
+    Each is answered by STARTED and then (status, value, detail), or by the latter alone if the
+    grader cannot be loaded. A text of None asks for no more than loading it.
+    """
+    connection = Connection(os.dup(0))
+    # Graders may read their input or print; neither may reach the socket.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    requests: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
+    while True:
+        grader, text, entry, deadline_s = pickle.loads(requests.get())
+        try:
+            grade = graders.resolve(grader, entry)
+        except BaseException:
+            connection.send(("error", None, _last_error("could not load the grader: ")))
+            continue
+        connection.send(STARTED)
+        # The default action of the alarm needs no interpreter. No grader can catch it but one that
+        # sets an alarm of its own.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, deadline_s + _GRACE_S)
+        try:
+            reply = check_value(0.0 if text is None else grade(text, entry))
+        except BaseException:
+            reply = ("error", None, _last_error(""))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        connection.send(reply)
+
+
+def check_value(value) -> tuple[str, float | None, str]:
+    """Return ("ok", value as float, "") for a finite real number, else ("invalid", None, why)."""
+    if not isinstance(value, numbers.Real):
+        return "invalid", None, f"returned a {type(value).__name__}, not a number"
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        return "invalid", None, f"returned {number}"
+    return "ok", number, ""
+
+
+def _last_error(prefix: str) -> str:
+    return (prefix + traceback.format_exc(limit=-3))[:2000]
+
+
+def _receive(connection: Connection, requests: queue.SimpleQueue) -> None:
+    """Pass requests on; at the end of the socket kill this process and all that it started."""
+    try:
+        while True:
+            requests.put(connection.recv_bytes())
+    except (EOFError, OSError):
+        os.killpg(os.getpgrp(), signal.SIGKILL)

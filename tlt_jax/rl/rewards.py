@@ -1,0 +1,233 @@
+"""Rewards graded in killable worker processes, while the tail of a rollout still decodes."""
+
+import collections
+import dataclasses
+import json
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from multiprocessing.connection import Pipe
+from typing import Any
+
+from tlt_jax.rl.graders import Grader
+from tlt_jax.rl.reward_worker import STARTED
+
+STATUSES = ("ok", "error", "timeout", "invalid")
+_LOAD_LIMIT_S = 120.0  # to start a worker and import a grader, on a busy machine
+# Not multiprocessing.Process: it would import the caller's main module in each worker, with jax.
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from tlt_jax.rl.reward_worker import main; main()"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    """The grader (see `Grader` for name, extractor and partial) and its workers."""
+
+    grader: str = "reasoning_gym"
+    extractor: str = "answer_tag"
+    partial: bool = False
+    num_workers: int = 2
+    deadline_s: float = 10.0  # per answer, loading of the grader excluded
+
+    def __post_init__(self):
+        _check_pool(self.num_workers, self.deadline_s)
+        self.make_grader()
+
+    def make_grader(self) -> Grader:
+        return Grader(self.grader, self.extractor, self.partial)
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """What grading one response gave.
+
+    status: "ok"; "error" (the grader raised, could not be loaded, or its process died); "timeout";
+    "invalid" (it returned no finite number). value: the reward if "ok", else None.
+    """
+
+    value: float | None
+    status: str
+    detail: str
+
+
+class RewardPool:
+    """Worker processes that grade responses, each under a deadline.
+
+    `submit` returns at once; results come in order of completion, under the caller's keys. An
+    answer that takes `deadline_s` seconds has its worker killed and replaced. Workers see neither
+    jax nor the caller's main module, and die with the caller. To be used by one thread. POSIX only.
+    """
+
+    def __init__(self, num_workers: int, deadline_s: float):
+        _check_pool(num_workers, deadline_s)
+        self._deadline_s = deadline_s
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._results: queue.SimpleQueue = queue.SimpleQueue()
+        self._pending = 0
+        self._workers = [_Worker(deadline_s) for _ in range(num_workers)]
+        self._threads = [
+            threading.Thread(target=self._feed, args=(worker,), name=f"rewards {i}", daemon=True)
+            for i, worker in enumerate(self._workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def load(self, grader: Grader, entry: Mapping[str, Any]) -> None:
+        """Load `grader` in a worker and wait for it. Raises ValueError if that fails.
+
+        To be called before the first `submit`, so that a grader that cannot work costs no work.
+        """
+        if self._pending:
+            raise ValueError(f"load the grader before submitting; {self._pending} are pending")
+        self._put(None, grader, None, entry)
+        [(_, score)] = self.drain()
+        if score.status != "ok":
+            raise ValueError(f"grader={grader.name!r} does not work: {score.detail.strip()}")
+
+    def submit(self, key: Any, grader: Grader, text: str, entry: Mapping[str, Any]) -> None:
+        """Queue a response for grading. Raises at once if `entry` cannot be pickled."""
+        self._put(key, grader, text, entry)
+
+    def poll(self) -> list[tuple[Any, Score]]:
+        """Return the results that are ready, without waiting."""
+        results = []
+        while not self._results.empty():
+            results.append(self._results.get())
+        self._pending -= len(results)
+        return results
+
+    def drain(self) -> list[tuple[Any, Score]]:
+        """Wait for all that was submitted and return the results not yet returned."""
+        results = [self._results.get() for _ in range(self._pending)]
+        self._pending = 0
+        return results
+
+    def close(self) -> None:
+        """Kill the workers. What has not been graded is dropped."""
+        for worker in self._workers:
+            worker.close()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def _put(self, key: Any, grader: Grader, text: str | None, entry: Mapping[str, Any]) -> None:
+        if not self._threads:
+            raise ValueError("the reward pool is closed")
+        request = pickle.dumps((grader, text, dict(entry), self._deadline_s))
+        self._pending += 1
+        self._jobs.put((key, request))
+
+    def _feed(self, worker: "_Worker") -> None:
+        """See one job after the other through, until the end of the queue."""
+        while (job := self._jobs.get()) is not None:
+            key, request = job
+            self._results.put((key, worker.grade(request)))
+        worker.kill()
+
+
+class _Worker:
+    """One worker process, replaced when it dies. One thread drives it; `close` is any thread's."""
+
+    def __init__(self, deadline_s: float):
+        self._deadline_s = deadline_s
+        self._closed = False
+        self._lock = threading.Lock()  # of the process, against `close` during a restart
+        self._start()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._closed:
+                raise OSError("the reward pool is closed")
+            self._connection, theirs = Pipe()
+            self._process: subprocess.Popen | None = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path)],
+                stdin=theirs.fileno(),
+                start_new_session=True,  # out of reach of Ctrl-C; killed with its own children
+            )
+            theirs.close()
+
+    def grade(self, request: bytes) -> Score:
+        """Send one request and wait for its score, at most until the deadline."""
+        try:
+            if self._process is None:
+                self._start()
+            self._connection.send_bytes(request)
+            if not self._connection.poll(_LOAD_LIMIT_S):
+                self.kill()
+                return Score(None, "error", f"the grader did not load within {_LOAD_LIMIT_S} s")
+            reply = self._connection.recv()
+            if reply == STARTED:
+                if not self._connection.poll(self._deadline_s):
+                    self.kill()
+                    return Score(None, "timeout", f"killed at the deadline of {self._deadline_s} s")
+                reply = self._connection.recv()
+        except Exception as error:
+            # Counted as a failure of this answer, whatever it was: a feeding thread that ended
+            # here would leave the caller waiting for ever.
+            status = self.kill()
+            return Score(None, "error", f"the worker died (exit status {status}): {error!r}")
+        return Score(reply[1], reply[0], reply[2])
+
+    def kill(self) -> int | None:
+        """Kill the process and what it started, if it runs; return its exit status."""
+        with self._lock:
+            if self._process is None:
+                return None
+            self._signal()
+            status = self._process.wait()
+            self._connection.close()
+            self._process = None
+            return status
+
+    def close(self) -> None:
+        """Kill the process for good; the driving thread notices and cleans up."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._signal()
+
+    def _signal(self) -> None:
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass  # already dead: the second is what macOS says of a process not yet waited for
+
+
+def _check_pool(num_workers: int, deadline_s: float) -> None:
+    if num_workers < 1:
+        raise ValueError(f"num_workers={num_workers} must be at least 1")
+    if not 0 < deadline_s < float("inf"):
+        raise ValueError(f"deadline_s={deadline_s} must be a positive number of seconds")
+
+
+def count_statuses(scores: Iterable[Score]) -> dict[str, int]:
+    """Return how many scores have each of STATUSES."""
+    counts = collections.Counter(score.status for score in scores)
+    return {status: counts[status] for status in STATUSES}
+
+
+def require_some_ok(scores: Iterable[Score], step: int) -> None:
+    """Raise RuntimeError, with the first failure, if not one response of a step was graded."""
+    scores = list(scores)
+    if all(score.status != "ok" for score in scores):
+        counts = {status: n for status, n in count_statuses(scores).items() if n}
+        first = scores[0].detail.strip() if scores else "there were no responses"
+        raise RuntimeError(
+            f"step {step}: none of {len(scores)} gradings succeeded ({counts}), so there is "
+            f"nothing to learn from; the first failure: {first}"
+        )
