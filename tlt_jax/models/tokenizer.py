@@ -177,7 +177,9 @@ def _ends(pieces: list[str], bos: int | None, eos: int | None):
     before = "" if bos is None else f"{pieces[bos]} "
     after = "" if eos is None else f" {pieces[eos]}"
     return processors.TemplateProcessing(
-        single=f"{before}$A{after}", pair=f"{before}$A{after} {before}$B{after}", special_tokens=ends
+        single=f"{before}$A{after}",
+        pair=f"{before}$A{after} {before}$B{after}",
+        special_tokens=ends,
     )
 
 

@@ -1,0 +1,30 @@
+"""Held-out accuracy, by the same engine, in a noise domain of its own."""
+
+import dataclasses
+
+from tlt_jax.rl.rollout import Rollout
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """pass@1 on held-out prompts: before the first step, every `every` steps, and at the end.
+
+    The same prompts with the same noise every time, so that two evaluations differ by the policy
+    alone. Sampled at `temperature` (0: greedy), `samples` responses to each of `prompts` prompts.
+    """
+
+    every: int = 10
+    prompts: int = 64
+    samples: int = 1
+    temperature: float = 1.0
+
+    def __post_init__(self):
+        for name in ("every", "prompts", "samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+def accuracy(rollout: Rollout) -> float:
+    """Mean reward of all responses; one whose grading failed counts as wrong (reward 0)."""
+    scores = [g.score.value if g.score.status == "ok" else 0.0 for g in rollout.graded]
+    return sum(scores) / len(scores)

@@ -1,0 +1,231 @@
+"""The RL loop: rollout, rewards, advantages, policy update, publish; and held-out evaluation.
+
+Read `train` from top to bottom to see one step.
+"""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from tlt_jax.compile_clock import CompileClock
+from tlt_jax.config import Config
+from tlt_jax.events import EventLog
+from tlt_jax.metrics import MetricsWriter
+from tlt_jax.models import hf
+from tlt_jax.rl import evaluate, policy
+from tlt_jax.rl.advantages import group_advantages
+from tlt_jax.rl.data import EVALUATION, TRAIN, Prompt, PromptStream, load_prompts
+from tlt_jax.rl.packing import Sample
+from tlt_jax.rl.policy_trainer import NonFiniteError, PolicyTrainer
+from tlt_jax.rl.rewards import RewardPool, count_statuses, require_some_ok
+from tlt_jax.rl.rollout import Rollout, rollout
+from tlt_jax.rl.warm_up import supervised_samples, warm_up
+from tlt_jax.sharding.publish import Published, publish
+from tlt_jax.spec.engine import Engine
+
+
+class Progress(Protocol):
+    """What a run tells the terminal as it goes."""
+
+    def start(self, what: str, total: int) -> None: ...
+
+    def advance(self) -> None: ...
+
+    def step(self, line: dict) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What a finished run hands back: its metrics lines and where its time went."""
+
+    lines: list[dict]
+    seconds: float
+    compile_seconds: float
+    program_table: str
+
+
+class Run:
+    """Everything that lives as long as a run; `train` drives it."""
+
+    def __init__(self, config: Config, workdir: Path, progress: Progress):
+        self.config, self.workdir, self.progress = config, workdir, progress
+        policy_key, sampling_key = jax.random.split(jax.random.key(config.seed))
+        self.run_key = sampling_key
+        self.policy = policy.load(config.policy, policy_key)
+        self.data = load_prompts(config.data, self.policy.tokenizer)
+        self.stream = PromptStream(self.data.train, seed=config.data.seed, domain=TRAIN)
+        held_out = self.data.held_out[: config.evaluation.prompts]
+        self.held_out: list[Prompt] = []
+        if held_out:
+            stream = PromptStream(held_out, seed=0, domain=EVALUATION, shuffle=False)
+            self.held_out = stream.take(len(held_out))
+        longest = max(len(e.ids) for e in (*self.data.train, *self.data.held_out))
+        self.engine = Engine(
+            self.policy.model, config.rollout.engine_config(longest), self.policy.tokenizer.eos_ids
+        )
+        self.row_tokens = longest + config.rollout.max_new_tokens
+        self.grader = config.reward.make_grader()
+        self.pool = RewardPool(config.reward.num_workers, config.reward.deadline_s)
+        self.metrics = MetricsWriter(workdir / "metrics.jsonl")
+        self.events = EventLog(workdir / "events.jsonl")
+        self.compiling = CompileClock()
+        self.lines: list[dict] = []
+
+    def close(self):
+        self.pool.close()
+        self.metrics.close()
+        self.events.close()
+        self.compiling.close()
+
+    def record(self, line: dict):
+        self.metrics.write(line)
+        self.events.flush()
+        self.lines.append(line)
+        self.progress.step(line)
+
+
+def train(config: Config, workdir: Path, progress: Progress) -> Summary:
+    """Run all steps of `config`, writing metrics, events and the final policy into `workdir`.
+
+    Raises NonFiniteError (naming the step) for a NaN or infinite loss or gradient, and
+    RuntimeError where not one response of a step could be graded.
+    """
+    began = time.monotonic()
+    run = Run(config, workdir, progress)
+    try:
+        run.pool.load(run.grader, run.data.train[0].entry)
+        trainer = _warmed_up_trainer(run)
+        published = publish(trainer.state.params, 0)
+        run.record({"content/step": 0, **_evaluation(run, published)})
+        for step in range(1, config.steps + 1):
+            published = _step(run, trainer, published, step)
+        with run.events.span("save policy"):
+            params = jax.device_get(trainer.state.params)
+            hf.save(workdir / "policy", run.policy.model, params, tokenizer=run.policy.tokenizer)
+        return Summary(
+            run.lines, time.monotonic() - began, run.compiling.seconds, run.engine.pool.table()
+        )
+    finally:
+        run.close()
+
+
+def _warmed_up_trainer(run: Run) -> PolicyTrainer:
+    """A trainer with fresh optimizer state, after the supervised phase where there is one."""
+    config, params = run.config, run.policy.params
+    warm = config.warm_up
+    if warm.steps:
+        samples = supervised_samples(run.data.train, run.policy.tokenizer, warm)
+        longest = max(s.tokens for s in samples)
+        supervised = dataclasses.replace(config.trainer, learning_rate=warm.learning_rate)
+        teacher = PolicyTrainer(run.policy.model, supervised, params, longest, warm.batch)
+        run.progress.start("warm-up", warm.steps)
+        with run.events.span("warm-up"):
+            warm_up(teacher, samples, warm, run.progress.advance)
+        params = teacher.state.params
+    per_step = config.rollout.prompts * config.rollout.samples
+    return PolicyTrainer(run.policy.model, config.trainer, params, run.row_tokens, per_step)
+
+
+def _step(run: Run, trainer: PolicyTrainer, published: Published, step: int) -> Published:
+    """One RL step: rollout, advantages, update, publish, record."""
+    config, events = run.config, run.events
+    began, compiled = events.now(), run.compiling.seconds
+    prompts = run.stream.take(config.rollout.prompts)
+    done = _rollout(
+        run, published, prompts, config.rollout.samples, config.rollout.sampling(), f"step {step}"
+    )
+    scores = [g.score for g in done.graded]
+    require_some_ok(scores, step)
+    valid_N = np.array([s.status == "ok" for s in scores])
+    rewards_N = np.array([s.value if s.status == "ok" else np.nan for s in scores])
+    groups_N = np.array([g.prompt.draw for g in done.graded])
+    advantages_N = group_advantages(rewards_N, groups_N, valid_N)
+
+    with events.span("update"):
+        updating = events.now()
+        samples = [
+            Sample(np.array(g.prompt.ids, np.int32), g.response.tokens, adv, g.response.log_probs)
+            for g, adv, ok in zip(done.graded, advantages_N, valid_N)
+            if ok
+        ]
+        try:
+            update = trainer.update(samples)
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"RL step {step}: {error}. Nothing was saved of this run; the last good weights "
+                f"are those it started from ({config.policy.path or 'random'}). Lower "
+                "trainer.learning_rate, or check the model's weights"
+            ) from error
+        update_seconds = events.now() - updating
+    with events.span("publish"):
+        published = publish(trainer.state.params, step)
+    due = step % config.evaluation.every == 0 or step == config.steps
+    evaluation = _evaluation(run, published) if due else {}
+    lengths = np.array([len(g.response.tokens) for g in done.graded])
+    statuses = count_statuses(scores)
+    run.record(
+        {
+            "content/step": step,
+            "content/reward_mean": np.mean(rewards_N[valid_N]),
+            "content/reward_std": np.std(rewards_N[valid_N]),
+            "content/loss": update["loss"],
+            "content/grad_norm": update["grad_norm"],
+            "content/response_length_mean": lengths.mean(),
+            "content/response_length_max": int(lengths.max()),
+            "content/truncated_share": np.mean(
+                [g.response.finish_reason == "length" for g in done.graded]
+            ),
+            "content/valid_share": valid_N.mean(),
+            "content/zero_advantage_share": np.mean(advantages_N == 0),
+            "content/tokens": int(lengths.sum()),
+            "content/learning_rate": update["learning_rate"],
+            "pace/rollout_seconds": done.seconds,
+            "pace/reward_wait_seconds": done.reward_wait_seconds,
+            "pace/update_seconds": update_seconds,
+            "pace/rollout_tokens_per_second": lengths.sum() / done.seconds,
+            "pace/logprob_gap_mean": update["logp_gap_mean"],
+            "pace/logprob_gap_max": update["logp_gap_max"],
+            "pace/reward_errors": statuses["error"],
+            "pace/reward_timeouts": statuses["timeout"],
+            "pace/reward_invalid": statuses["invalid"],
+            "pace/compile_seconds": run.compiling.seconds - compiled,
+            "pace/step_seconds": events.now() - began,
+            **evaluation,
+        }
+    )
+    return published
+
+
+def _evaluation(run: Run, published: Published) -> dict:
+    if not run.held_out:
+        return {}
+    config = run.config.evaluation
+    began = run.events.now()
+    sampling = dataclasses.replace(run.config.rollout.sampling(), temperature=config.temperature)
+    with run.events.span("evaluate"):
+        done = _rollout(run, published, run.held_out, config.samples, sampling, "evaluation")
+    return {
+        "content/eval_accuracy": evaluate.accuracy(done),
+        "pace/eval_seconds": run.events.now() - began,
+    }
+
+
+def _rollout(run: Run, published, prompts, samples: int, sampling, what: str) -> Rollout:
+    run.progress.start(what, len(prompts) * samples)
+    return rollout(
+        run.engine,
+        published.params,
+        prompts,
+        samples=samples,
+        sampling=sampling,
+        run_key=run.run_key,
+        tokenizer=run.policy.tokenizer,
+        grader=run.grader,
+        pool=run.pool,
+        events=run.events,
+        on_finish=run.progress.advance,
+    )

@@ -1,0 +1,52 @@
+"""The model that a run trains: pretrained, or random weights of a given size."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.models import pretrained, tokenizer, transformer
+from tlt_jax.models.config import ModelConfig
+from tlt_jax.models.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+    """path: `smollm2`, a folder, a Hugging Face id or a .gguf file; empty for random weights.
+
+    The sizes are those of a random model, which reads and writes bytes.
+    """
+
+    path: str = "smollm2"
+    dtype: str = "float32"  # of the arithmetic; master weights are float32
+    remat: bool = False  # recompute activations in the backward pass
+    width: int = 64
+    mlp_width: int = 192
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    max_context: int = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    model: ModelConfig
+    params: dict  # master weights on the device, stacked layout
+    tokenizer: Tokenizer
+
+
+def load(config: PolicyConfig, key: jax.Array) -> Policy:
+    """The policy at the start of a run. `key` draws random weights where there is no path."""
+    if config.path:
+        # Parameters stay float64 where the arithmetic is (tests), else they are float32.
+        dtype = jnp.promote_types(config.dtype, jnp.float32)
+        found = pretrained.load(config.path, dtype)
+        model = dataclasses.replace(found.config, dtype=config.dtype, remat=config.remat)
+        return Policy(model, jax.tree.map(jnp.array, found.params), found.tokenizer)
+    text = tokenizer.byte_tokenizer()
+    sizes = {
+        f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "path"
+    }
+    model = ModelConfig(vocab_size=text.vocab_size, tied=True, **sizes)
+    return Policy(model, jax.jit(transformer.init, static_argnums=0)(model, key), text)

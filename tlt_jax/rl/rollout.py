@@ -1,0 +1,104 @@
+"""One rollout: prompts to graded responses, grading while the tail still decodes."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+
+from tlt_jax.events import EventLog
+from tlt_jax.models.tokenizer import Tokenizer
+from tlt_jax.rl.data import Prompt
+from tlt_jax.rl.graders import Grader
+from tlt_jax.rl.rewards import RewardPool, Score
+from tlt_jax.spec.engine import Engine, EngineConfig
+from tlt_jax.spec.request import Group, Response, Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    prompts: int = 8  # per step
+    samples: int = 8  # responses to each prompt
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    rows: int = 32  # decoded together
+    segment_rounds: int = 4  # tokens per row between two looks by the host
+
+    def __post_init__(self):
+        for name in ("prompts", "samples", "rows", "segment_rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        self.sampling()
+
+    def sampling(self) -> Sampling:
+        return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k)
+
+    def engine_config(self, max_prompt_tokens: int) -> EngineConfig:
+        return EngineConfig.fit(
+            rows=self.rows,
+            prompt_tokens=max_prompt_tokens,
+            new_tokens=self.max_new_tokens,
+            segment_rounds=self.segment_rounds,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Graded:
+    prompt: Prompt
+    response: Response
+    text: str
+    score: Score
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    graded: list[Graded]  # by draw, then member: never in the order of completion
+    seconds: float  # until the last response was sampled
+    reward_wait_seconds: float  # after that, until the last score
+
+
+def rollout(
+    engine: Engine,
+    params: dict,
+    prompts: Sequence[Prompt],
+    *,
+    samples: int,
+    sampling: Sampling,
+    run_key: jax.Array,
+    tokenizer: Tokenizer,
+    grader: Grader,
+    pool: RewardPool,
+    events: EventLog,
+    on_finish: Callable[[], None] = lambda: None,
+) -> Rollout:
+    """Sample `samples` responses to each prompt and grade them as they finish.
+
+    params: published weights (`transformer.unstack_layers`). on_finish is called once per finished
+    response, for a progress bar.
+    """
+    groups = [Group(p.ids, p.draw, samples, p.domain) for p in prompts]
+    by_draw = {p.draw: p for p in prompts}
+    if len(by_draw) != len(prompts):
+        raise ValueError("two prompts of one rollout share a draw; their samples would be the same")
+    start = events.now()
+    with events.span("compile"):
+        session = engine.start(params, groups, sampling=sampling, run_key=run_key)
+    done: dict[tuple[int, int], tuple[Response, str]] = {}
+    while not session.done:
+        began = events.now()
+        session.dispatch()
+        rows, live = len(session.rows), session.live
+        for response in session.collect():
+            prompt = by_draw[response.group.draw]
+            text = tokenizer.decode(response.tokens)
+            key = (response.group.draw, response.member)
+            done[key] = (response, text)
+            pool.submit(key, grader, text, prompt.entry)
+            on_finish()
+        events.add("decode", began, events.now(), worker=0, rows=rows, live=live)
+    sampled = events.now()
+    with events.span("reward wait"):
+        scores = dict(pool.drain())
+    graded = [Graded(by_draw[k[0]], *done[k], scores[k]) for k in sorted(done)]
+    return Rollout(graded, sampled - start, events.now() - sampled)

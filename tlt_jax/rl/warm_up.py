@@ -1,0 +1,79 @@
+"""A short supervised phase for models that start from random weights.
+
+It is the policy update with every advantage 1 and the current policy as the old one: the gradient
+of -ratio at ratio 1 is that of the cross-entropy, so there is one training path, not two.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tlt_jax.models.tokenizer import Tokenizer
+from tlt_jax.rl.data import Example
+from tlt_jax.rl.packing import Sample
+from tlt_jax.rl.policy_trainer import PolicyTrainer
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmUpConfig:
+    steps: int = 0  # 0: none
+    batch: int = 32  # examples per step
+    learning_rate: float = 3e-3
+    wrong: float = 0.0  # share of examples taught with the answer to another question
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("steps", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.batch < 1 or not self.learning_rate > 0:
+            raise ValueError(
+                f"batch={self.batch} must be at least 1 and learning_rate={self.learning_rate} "
+                "greater than 0"
+            )
+        if not 0 <= self.wrong < 1:
+            raise ValueError(f"wrong={self.wrong} must lie in [0, 1)")
+
+
+def supervised_samples(
+    examples: Sequence[Example], tokenizer: Tokenizer, config: WarmUpConfig
+) -> list[Sample]:
+    """Prompt and reference answer (with its end-of-sequence token) of every example.
+
+    Raises ValueError for an example without a reference answer.
+    """
+    rng = np.random.default_rng(config.seed)
+    answers = [_answer(e) for e in examples]
+    other = rng.permutation(len(examples))
+    swapped = rng.random(len(examples)) < config.wrong
+    samples = []
+    for i, example in enumerate(examples):
+        answer = answers[other[i]] if swapped[i] else answers[i]
+        ids = np.array([*tokenizer.encode(answer), tokenizer.eos_ids[0]], np.int32)
+        samples.append(Sample(np.array(example.ids, np.int32), ids, 1.0, np.zeros(len(ids))))
+    return samples
+
+
+def _answer(example: Example) -> str:
+    answer = example.entry.get("item", example.entry).get("answer")
+    if not isinstance(answer, str):
+        raise ValueError(
+            f"the warm-up needs a reference answer, and {example.text[:60]!r} of {example.task!r} "
+            "has none; use a task with answers or set warm_up.steps=0"
+        )
+    return answer
+
+
+def warm_up(
+    trainer: PolicyTrainer,
+    samples: Sequence[Sample],
+    config: WarmUpConfig,
+    on_step: Callable[[], None] = lambda: None,
+):
+    """Run the supervised steps on random batches; the trainer's state is what changes."""
+    rng = np.random.default_rng([config.seed, 1])
+    for _ in range(config.steps):
+        chosen = rng.choice(len(samples), size=config.batch, replace=len(samples) < config.batch)
+        trainer.update([samples[i] for i in chosen])
+        on_step()
