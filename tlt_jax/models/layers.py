@@ -43,14 +43,18 @@ def linear(x: jax.Array, w: jax.Array) -> jax.Array:
     return y_MO.reshape(*x.shape[:-1], *w.shape[:-1])
 
 
-def causal_mask(segments_BT: jax.Array) -> jax.Array:
+def causal_mask(segments_BT: jax.Array, prefixes_BT: jax.Array | None = None) -> jax.Array:
     """[B, T, T] boolean: who attends to whom, by segment number; 0 marks padding.
 
     Worked: segments 1 1 2 0 give rows 1000, 1100, 0010, 0001. Padding sees itself, so that no
-    softmax is empty; nothing else sees padding.
+    softmax is empty; nothing else sees padding. prefixes_BT: for each token a second segment that
+    it sees, 0 for none, so that several continuations can share one prompt. Worked: segments
+    1 1 2 3 with prefixes 0 0 1 1 give 1000, 1100, 1110, 1101.
     """
     T = segments_BT.shape[1]
     same = segments_BT[:, :, None] == segments_BT[:, None, :]
+    if prefixes_BT is not None:
+        same |= prefixes_BT[:, :, None] == segments_BT[:, None, :]
     real = (segments_BT > 0)[:, None, :]
     lower = jnp.tril(jnp.ones((T, T), bool))[None]
     return (same & lower & real) | jnp.eye(T, dtype=bool)[None]

@@ -119,7 +119,7 @@ def optimizer(config: TrainerConfig) -> optax.GradientTransformation:
 
 def batch_log_probs(model: ModelConfig, config: TrainerConfig, params, batch: PackedBatch):
     """Log-probs [N] of the scored tokens under `params`, at the sampling temperature."""
-    mask_BTT = layers.causal_mask(batch.segments)
+    mask_BTT = layers.causal_mask(batch.segments, batch.prefixes)
     out = transformer.forward(model, params, batch.tokens, batch.positions, mask_BTT)
     hidden_ND = out.hidden.reshape(-1, model.width)[batch.at]
     return token_log_probs(
@@ -228,8 +228,13 @@ class PolicyTrainer:
         return metrics | {"tokens": tokens}
 
     def gradient(self, samples: list[Sample]) -> Total:
-        """The gradient of the whole update, unclipped, with its loss and metrics."""
+        """The gradient of the whole update, unclipped, with its loss and metrics.
+
+        Samples whose advantages are all zero count in the denominator and are not computed: their
+        loss and gradient are exactly zero. The log-prob gap is that of the samples computed.
+        """
         denominator = np.float32(sum(len(s.response) for s in samples))
+        samples = [s for s in samples if np.any(s.advantages)]
         zero = jnp.zeros(())
         total = Total(self._zeros(self.state.params), *(jnp.copy(zero) for _ in range(5)))
         for batch in packing.pack(samples, self.shape, packed=self.config.pack):
