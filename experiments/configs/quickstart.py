@@ -15,7 +15,7 @@ def get_config(arg: str = "full") -> ConfigDict:
         raise ValueError(f"quickstart.py:{arg} is unknown; use full or smoke")
     smoke = arg == "smoke"
     config = ConfigDict()
-    config.steps = 2 if smoke else 16
+    config.steps = 2 if smoke else 24
     config.seed = 0
     sums = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     config.data = ConfigDict(
@@ -30,8 +30,10 @@ def get_config(arg: str = "full") -> ConfigDict:
     config.policy = ConfigDict({"path": "smollm2"})
     config.reward = ConfigDict({"extractor": "last_number"})
     config.rollout = ConfigDict(
-        {"prompts": 2 if smoke else 8, "samples": 8, "max_new_tokens": 16, "rows": 32}
+        {"prompts": 2 if smoke else 12, "samples": 8, "max_new_tokens": 16, "rows": 32}
     )
-    config.trainer = ConfigDict({"learning_rate": 2e-5, "warmup_steps": 1})
+    config.trainer = ConfigDict(
+        {"learning_rate": 2e-5, "warmup_steps": 1, "micro_batch_tokens": 1024}
+    )
     config.evaluation = ConfigDict({"every": 8, "prompts": 8 if smoke else 32})
     return config

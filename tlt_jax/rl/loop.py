@@ -28,6 +28,9 @@ from tlt_jax.sharding.publish import Published, publish
 from tlt_jax.spec.engine import Engine
 
 
+PACKED_ROW_TOKENS = 256  # longer rows save little: attention is computed over the whole row
+
+
 class Progress(Protocol):
     """What a run tells the terminal as it goes."""
 
@@ -67,7 +70,10 @@ class Run:
         self.engine = Engine(
             self.policy.model, config.rollout.engine_config(longest), self.policy.tokenizer.eos_ids
         )
-        self.row_tokens = longest + config.rollout.max_new_tokens
+        # A training row holds the longest sample, or a whole group where that is still short.
+        rollouts = config.rollout
+        group = longest + rollouts.samples * rollouts.max_new_tokens
+        self.row_tokens = max(longest + rollouts.max_new_tokens, min(group, PACKED_ROW_TOKENS))
         self.grader = config.reward.make_grader()
         self.pool = RewardPool(config.reward.num_workers, config.reward.deadline_s)
         self.metrics = MetricsWriter(workdir / "metrics.jsonl")
@@ -148,7 +154,13 @@ def _step(run: Run, trainer: PolicyTrainer, published: Published, step: int) -> 
     with events.span("update"):
         updating = events.now()
         samples = [
-            Sample(np.array(g.prompt.ids, np.int32), g.response.tokens, adv, g.response.log_probs)
+            Sample(
+                np.array(g.prompt.ids, np.int32),
+                g.response.tokens,
+                adv,
+                g.response.log_probs,
+                group=g.prompt.draw,
+            )
             for g, adv, ok in zip(done.graded, advantages_N, valid_N)
             if ok
         ]
