@@ -66,3 +66,9 @@ def returns(text, entry):
         "true": True,
         "int": 2,
     }[text]
+
+
+def fails_on_some(text, entry):
+    if sum(text.encode()) % 2:
+        raise ValueError("odd")
+    return float(len(text) > 1)

@@ -27,7 +27,6 @@ from tlt_jax.rl.warm_up import supervised_samples, warm_up
 from tlt_jax.sharding.publish import Published, publish
 from tlt_jax.spec.engine import Engine
 
-
 PACKED_ROW_TOKENS = 256  # longer rows save little: attention is computed over the whole row
 
 

@@ -28,6 +28,15 @@ class PolicyConfig:
     head_dim: int = 16
     max_context: int = 512
 
+    def __post_init__(self):
+        # The sizes are checked, and the dtype, by the description of a random model.
+        self.random_model(vocab_size=1)
+
+    def random_model(self, vocab_size: int) -> ModelConfig:
+        sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del sizes["path"]
+        return ModelConfig(vocab_size=vocab_size, tied=True, **sizes)
+
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
@@ -45,8 +54,5 @@ def load(config: PolicyConfig, key: jax.Array) -> Policy:
         model = dataclasses.replace(found.config, dtype=config.dtype, remat=config.remat)
         return Policy(model, jax.tree.map(jnp.array, found.params), found.tokenizer)
     text = tokenizer.byte_tokenizer()
-    sizes = {
-        f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "path"
-    }
-    model = ModelConfig(vocab_size=text.vocab_size, tied=True, **sizes)
+    model = config.random_model(text.vocab_size)
     return Policy(model, jax.jit(transformer.init, static_argnums=0)(model, key), text)

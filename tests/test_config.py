@@ -1,0 +1,72 @@
+"""Settings: wrong ones are refused by name before any work is done."""
+
+import importlib
+import pathlib
+
+import pytest
+from ml_collections import ConfigDict
+
+from tlt_jax.config import Config, from_dict, to_dict
+
+CONFIGS = sorted(p.stem for p in pathlib.Path("experiments/configs").glob("[a-z]*.py"))
+
+
+def load(name: str, arg: str = "smoke") -> ConfigDict:
+    return importlib.import_module(f"experiments.configs.{name}").get_config(arg)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("arg", ["smoke", "full"])
+def test_every_config_file_is_valid(name, arg):
+    config = from_dict(Config, load(name, arg))
+    assert config == from_dict(Config, load(name, arg))
+    assert to_dict(config)["steps"] == config.steps
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_unknown_argument_of_a_config_file_lists_the_known(name):
+    with pytest.raises(ValueError, match="smoke or full|full or smoke"):
+        load(name, "smok")
+
+
+def edited(changes: dict) -> dict:
+    # Plain dictionaries, because a ConfigDict has type checks of its own.
+    config = load("tiny").to_dict()
+    for name, value in changes.items():
+        *sections, key = name.split(".")
+        section = config
+        for part in sections:
+            section = section[part]
+        section[key] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        ({"stepz": 3}, TypeError, r"config\.stepz is no known setting; known here: .*steps"),
+        ({"trainer.learning_rat": 1e-3}, TypeError, r"config\.trainer\.learning_rat is no known"),
+        ({"steps": 2.5}, TypeError, r"config\.steps=2\.5 must be of type int, not float"),
+        ({"seed": True}, TypeError, r"config\.seed=True must be of type int, not bool"),
+        ({"reward.extractor": 3}, TypeError, r"config\.reward\.extractor=3 must be of type str"),
+        ({"steps": 0}, ValueError, r"steps=0 must be at least 1"),
+        ({"trainer.schedule": "step"}, ValueError, r"config\.trainer: schedule='step'"),
+        ({"rollout.top_p": 0.9}, ValueError, r"rollout\.top_p=0\.9.*top_p=1, top_k=0"),
+        ({"evaluation.prompts": 1000}, ValueError, r"evaluation\.prompts=1000.*data\.eval_size"),
+        ({"reward.extractor": "guess"}, ValueError, r"extractor='guess' is unknown; known:"),
+        ({"warm_up.wrong": 1.0}, ValueError, r"wrong=1\.0 must lie in \[0, 1\)"),
+        ({"policy.dtype": "float16"}, ValueError, r"dtype='float16'"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(change, error, words):
+    with pytest.raises(error, match=words):
+        from_dict(Config, edited(change))
+
+
+def test_a_section_that_is_no_section_and_a_missing_key():
+    with pytest.raises(TypeError, match=r"config\.trainer must be a section, got 3"):
+        from_dict(Config, {**load("tiny").to_dict(), "trainer": 3})
+    without = load("tiny").to_dict()
+    del without["steps"]
+    with pytest.raises(TypeError, match=r"config\.steps is missing"):
+        from_dict(Config, without)
