@@ -38,7 +38,7 @@ def load(path_or_id: str | os.PathLike, dtype=np.float32) -> Pretrained:
         config, params = hf.load(where, dtype)
     if text.vocab_size > config.vocab_size:
         raise ValueError(
-            f"{where}: the tokenizer has ids up to {text.vocab_size - 1}, but the model embeds only "
-            f"{config.vocab_size}; they do not belong together"
+            f"{where}: the tokenizer has ids up to {text.vocab_size - 1}, but the model embeds "
+            f"only {config.vocab_size}; they do not belong together"
         )
     return Pretrained(config, params, text)
