@@ -38,9 +38,7 @@ def our_logits(config, params, tokens_BT, lengths_B):
 
 
 def largest_difference(ours_BTV, theirs_BTV, lengths_B):
-    return max(
-        np.abs(ours_BTV[b, :n] - theirs_BTV[b, :n]).max() for b, n in enumerate(lengths_B)
-    )
+    return max(np.abs(ours_BTV[b, :n] - theirs_BTV[b, :n]).max() for b, n in enumerate(lengths_B))
 
 
 @pytest.mark.parametrize("name", CASES)
