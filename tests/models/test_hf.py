@@ -287,3 +287,36 @@ def test_original_context_falls_back_to_the_context():
     assert (parsed.rope.original_context, parsed.rope.factor) == (64, 1.0)
     parsed = hf_config.parse(LLAMA | {"rope_scaling": yarn, "original_max_position_embeddings": 16})
     assert (parsed.rope.original_context, parsed.rope.factor) == (16, 4.0)
+
+
+def test_fields_of_published_configs_are_known():
+    """Every field that the configs of SmolLM2, Llama 3.2 and R1-Distill-Qwen-1.5B carry."""
+    smollm2 = LLAMA | {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.041666666666666664,
+        "is_llama_config": True,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "torch_dtype": "bfloat16",
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+        "transformers_version": "4.42.3",
+        "use_cache": True,
+    }
+    assert hf_config.parse(smollm2).rope == RopeConfig(500.0)
+    llama = LLAMA | {
+        "head_dim": 6,
+        "eos_token_id": [1, 2, 3],
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+    }
+    assert hf_config.parse(llama).rope == RopeConfig(500.0, "llama3", 32.0, 8192, 1.0, 4.0)
+    r1 = QWEN2 | {"use_mrope": False, "attention_dropout": 0.0, "sliding_window": 4096}
+    assert hf_config.parse(r1).qkv_bias

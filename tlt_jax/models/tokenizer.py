@@ -4,6 +4,7 @@ Masks are built from lengths elsewhere; no token value, the pad id's included, m
 """
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -35,7 +36,7 @@ class Tokenizer:
     fast: PreTrainedTokenizerFast
     eos_ids: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def vocab_size(self) -> int:
         """One more than the largest id."""
         return max(self.fast.get_vocab().values()) + 1
