@@ -2,8 +2,8 @@
 
     python -m tests.goldens.make_goldens
 
-Needs torch (requirements-parity.txt). Each file holds config.json, the float32 weights under their
-Hugging Face names ("w:" in front), tokens [B, T] padded on the right, lengths [B], logits [B, T, V].
+Needs torch (requirements-parity.txt). Each file holds config.json, the float32 weights by Hugging
+Face name ("w:" in front), tokens [B, T] padded on the right, lengths [B], and logits [B, T, V].
 """
 
 import json
