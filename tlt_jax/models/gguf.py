@@ -168,7 +168,7 @@ def _config(reader: gguf.GGUFReader, tensors: dict, where: str) -> ModelConfig:
 
 
 def _plain(x):
-    """Floats are stored in 32 bits; take the shortest decimal that gives them, as 1e-05."""
+    """Floats are stored in 32 bits; take the shortest decimal that gives them (1e-05)."""
     return float(str(np.float32(x))) if isinstance(x, float) else x
 
 

@@ -4,6 +4,7 @@ Masks are built from lengths elsewhere; no token value, the pad id's included, m
 """
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -35,7 +36,7 @@ class Tokenizer:
     fast: PreTrainedTokenizerFast
     eos_ids: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def vocab_size(self) -> int:
         """One more than the largest id."""
         return max(self.fast.get_vocab().values()) + 1
@@ -50,7 +51,8 @@ class Tokenizer:
         return self.eos_ids[0] if self.fast.pad_token_id is None else self.fast.pad_token_id
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a raw prompt. A BOS is added if and only if the tokenizer's own default does."""
+        """Ids of a raw prompt. A BOS is added if and only if the tokenizer's own default does;
+        special tokens spelt out in the text are recognised."""
         return list(self.fast.encode(text))
 
     def chat(self, messages: list[dict]) -> list[int]:
@@ -174,13 +176,10 @@ def _ends(pieces: list[str], bos: int | None, eos: int | None):
     ends = [(pieces[i], i) for i in (bos, eos) if i is not None]
     if not ends:
         return processors.ByteLevel(trim_offsets=False)
-    before = "" if bos is None else f"{pieces[bos]} "
-    after = "" if eos is None else f" {pieces[eos]}"
-    return processors.TemplateProcessing(
-        single=f"{before}$A{after}",
-        pair=f"{before}$A{after} {before}$B{after}",
-        special_tokens=ends,
-    )
+    before = [] if bos is None else [pieces[bos]]
+    after = [] if eos is None else [pieces[eos]]
+    one, two = [*before, "$A", *after], [*before, "$B:1", *after]
+    return processors.TemplateProcessing(single=one, pair=[*one, *two], special_tokens=ends)
 
 
 def byte_tokenizer() -> Tokenizer:
