@@ -36,8 +36,11 @@ def plain_round(
     logits_BV = transformer.logits(config, params, out.hidden[:, 0])
     token_B, log_prob_B = sample(logits_BV, noise.seeds(state.key, length_B + 1), state.sampling)
 
-    # A finished row writes past the end, where writes are dropped.
-    slot_B = jnp.where(state.live, length_B, state.cache.slots)
+    # A finished row writes past the end, where writes are dropped; so does a row of NaN logits.
+    # That the token is looked at also tells the compiler that every read of the cache comes before
+    # the write: without it XLA copies the whole cache in every round (2.6x the time at 32 rows).
+    commits = state.live & (token_B < config.vocab_size)
+    slot_B = jnp.where(commits, length_B, state.cache.slots)
     cache = kv_cache.write(state.cache, out.kv, jnp.arange(B), slot_B[:, None])
     length_B = length_B + state.live
     # After this round the row holds `length` cached tokens and the new one.
