@@ -8,7 +8,6 @@ answers each request line on stdin, {"prompts": [[id]], "samples", "max_new_toke
 nothing else, imports nothing of this project, and waits without working between requests.
 """
 
-import ctypes
 import json
 import os
 import sys
@@ -57,8 +56,6 @@ def llama_runner(model_path: str, rows: int = 32, context: int = 512):
     import llama_cpp as ll
 
     ll.llama_backend_init()
-    quiet = ll.llama_log_callback(lambda level, text, data: None)
-    ll.llama_log_set(quiet, ctypes.c_void_p(0))
     params = ll.llama_model_default_params()
     model = ll.llama_model_load_from_file(model_path.encode(), params)
     params = ll.llama_context_default_params()
