@@ -103,9 +103,7 @@ def test_log_probs_and_features_are_those_of_a_teacher_forced_pass(float64):
     groups = tiny.requests(12, longest=28, vocab=engine.model.vocab_size, seed=5)
     answers, _ = drive(engine, params, groups, SETTINGS[0], jax.random.key(3))
     responses = list(answers.values())
-    log_probs, features = tiny.teacher_forced(
-        engine.model, stacked, responses, width=64, taps=TAPS
-    )
+    log_probs, features = tiny.teacher_forced(engine.model, stacked, responses, width=64, taps=TAPS)
     for r, rows, feature in zip(responses, log_probs, features):
         picked = rows[np.arange(len(r.tokens)), r.tokens]
         np.testing.assert_allclose(r.log_probs, picked, rtol=0, atol=1e-9)
@@ -212,12 +210,12 @@ def refilled_rows_keep_their_key(monkeypatch):
     monkeypatch.setattr(states, "admit", wrong)
 
 
-def prefix_one_long(monkeypatch):
-    """The prefix counts one slot more than was filled."""
+def prefix_one_short(monkeypatch):
+    """The prefix counts one slot less than was filled."""
 
     def wrong(model, params, tokens, length, right=engines.prefill):
         cache = right(model, params, tokens, length)
-        return cache.replace(length=cache.length + 1)
+        return cache.replace(length=jnp.maximum(cache.length - 1, 0))
 
     monkeypatch.setattr(engines, "prefill", wrong)
 
@@ -241,7 +239,7 @@ MISTAKES = (
     cache_one_off,
     eos_ignored,
     refilled_rows_keep_their_key,
-    prefix_one_long,
+    prefix_one_short,
     compaction_forgets_the_cache,
 )
 
@@ -253,7 +251,6 @@ def small():
         config, params = tiny.model(num_layers=1)
         groups = tiny.requests(8, longest=9, vocab=config.vocab_size)
         prompts, uids = tiny.rows_of(groups)
-        args = (prompts, uids, SETTINGS[0], tiny.EOS)
         sampling = Sampling(20)
         args = (prompts, uids, sampling, tiny.EOS)
         expected = sample_rows(config, params, jax.random.key(0), *args, rows=32)
