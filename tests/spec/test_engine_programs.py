@@ -16,7 +16,7 @@ from tlt_jax.spec.programs import ProgramPool, bucket_for
 from tlt_jax.spec.request import Group, Sampling
 
 SHAPES = EngineConfig(
-    batch_buckets=(1, 3), cache_buckets=(32, 64), prompt_buckets=(32,), prefill_rows=(1, 2)
+    batch_buckets=(1, 3), cache_buckets=(32, 64), prompt_buckets=(32,), prefill_rows=(1,)
 )
 
 
