@@ -71,6 +71,7 @@ def generate(model: pretrained.Pretrained, records, sampling: Sampling, out: Pat
         rows=min(ROWS.value, len(prompts) * SAMPLES.value),
         prompt_tokens=max(len(p) for p in prompts),
         new_tokens=sampling.max_new_tokens,
+        shrink=4,
     )
     engine = Engine(model.config, config, model.tokenizer.eos_ids)
     began = time.monotonic()

@@ -30,7 +30,7 @@ def get_config(arg: str = "full") -> ConfigDict:
     config.policy = ConfigDict({"path": "smollm2"})
     config.reward = ConfigDict({"extractor": "last_number"})
     config.rollout = ConfigDict(
-        {"prompts": 2 if smoke else 12, "samples": 8, "max_new_tokens": 16, "rows": 32}
+        {"prompts": 2 if smoke else 12, "samples": 8, "max_new_tokens": 16, "shrink": 4}
     )
     config.trainer = ConfigDict(
         {"learning_rate": 2e-5, "warmup_steps": 1, "micro_batch_tokens": 1024}

@@ -30,7 +30,14 @@ def get_config(arg: str = "full") -> ConfigDict:
     config.policy = ConfigDict({"path": "", "width": 64, "num_layers": 2})
     config.reward = ConfigDict({"extractor": "whole", "num_workers": 1})
     config.rollout = ConfigDict(
-        {"prompts": 8, "samples": 8, "max_new_tokens": 4, "rows": 32, "segment_rounds": 2}
+        {
+            "prompts": 8,
+            "samples": 8,
+            "max_new_tokens": 4,
+            "rows": 32,
+            "segment_rounds": 2,
+            "shrink": 4,
+        }
     )
     config.trainer = ConfigDict({"learning_rate": 1e-3, "micro_batch_tokens": 4096})
     config.evaluation = ConfigDict({"every": 10, "prompts": 20})

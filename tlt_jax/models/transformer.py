@@ -6,6 +6,8 @@ trained and saved: it compiles in a fraction of the time. *Unstacked* (a tuple o
 layer, unrolled) is what decodes: a layer's slice of a stacked array would be copied at every step.
 """
 
+import functools
+
 import flax.linen as nn
 import flax.struct
 import jax
@@ -138,6 +140,7 @@ class Transformer(nn.Module):
         return jax.vmap(init)(keys) if self.stacked else tuple(init(k) for k in keys)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def init(config: ModelConfig, key: jax.Array) -> dict:
     """Random parameters, stacked layout: normal(0.02) weights, zero biases, unit norms, float32
     (float64 when the model computes in it)."""

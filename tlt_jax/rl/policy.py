@@ -55,4 +55,4 @@ def load(config: PolicyConfig, key: jax.Array) -> Policy:
         return Policy(model, jax.tree.map(jnp.array, found.params), found.tokenizer)
     text = tokenizer.byte_tokenizer()
     model = config.random_model(text.vocab_size)
-    return Policy(model, jax.jit(transformer.init, static_argnums=0)(model, key), text)
+    return Policy(model, transformer.init(model, key), text)

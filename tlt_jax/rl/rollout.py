@@ -23,12 +23,15 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = 0
     rows: int = 32  # decoded together
+    shrink: int = 2  # as rows finish the batch is divided by this; larger means fewer programs
     segment_rounds: int = 4  # tokens per row between two looks by the host
 
     def __post_init__(self):
         for name in ("prompts", "samples", "rows", "segment_rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.shrink < 2:
+            raise ValueError(f"shrink={self.shrink} must be at least 2")
         self.sampling()
 
     def sampling(self) -> Sampling:
@@ -39,6 +42,7 @@ class RolloutConfig:
             rows=self.rows,
             prompt_tokens=max_prompt_tokens,
             new_tokens=self.max_new_tokens,
+            shrink=self.shrink,
             segment_rounds=self.segment_rounds,
         )
 

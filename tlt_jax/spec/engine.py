@@ -27,6 +27,8 @@ from tlt_jax.spec.programs import ProgramPool, bucket_for
 from tlt_jax.spec.request import Group, Response, Sampling
 from tlt_jax.spec.session import Session
 
+MAX_DECODE_PROGRAMS = 12  # each costs seconds to compile
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
@@ -59,20 +61,31 @@ class EngineConfig:
             raise ValueError(f"segment_rounds={self.segment_rounds} must be at least 1")
 
     @classmethod
-    def fit(cls, *, rows: int, prompt_tokens: int, new_tokens: int, **fields) -> "EngineConfig":
+    def fit(
+        cls, *, rows: int, prompt_tokens: int, new_tokens: int, shrink: int = 2, **fields
+    ) -> "EngineConfig":
         """Buckets for at most `rows` rows, prompts of at most `prompt_tokens` and responses of at
-        most `new_tokens`: batches quartered down to 2, caches halved down to the prompts."""
-        batch = []
-        while rows > 2:
-            batch.append(rows)
-            rows = max(2, rows // 4)
+        most `new_tokens`.
+
+        Batches are divided by `shrink` down to 4, then 1: on CPUs two rows cost as much as four. A
+        second cache of half the size where most of the tokens are new, and never more than
+        MAX_DECODE_PROGRAMS pairs of batch and cache.
+        """
         prompt = _round_up(prompt_tokens, kv_cache.TILE)
-        cache = [_round_up(prompt_tokens + new_tokens, kv_cache.TILE)]
-        while cache[-1] > 2 * prompt and len(cache) < 3:
-            cache.append(max(prompt, _round_up(cache[-1] // 2, kv_cache.TILE)))
+        total = _round_up(prompt_tokens + new_tokens, kv_cache.TILE)
+        cache = [total]
+        if total > 2 * prompt:
+            cache.insert(0, _round_up(total // 2, kv_cache.TILE))
+        batch = _shrinking(rows, shrink)
+        while len(batch) * len(cache) > MAX_DECODE_PROGRAMS:
+            if len(cache) > 1:
+                cache = [total]
+            else:
+                shrink *= 2
+            batch = _shrinking(rows, shrink)
         buckets = {
-            "batch_buckets": tuple(sorted({*batch, rows})),
-            "cache_buckets": tuple(sorted(set(cache))),
+            "batch_buckets": tuple(sorted(batch)),
+            "cache_buckets": tuple(cache),
             "prompt_buckets": tuple(sorted({_round_up(prompt // 2, kv_cache.TILE), prompt})),
         }
         return cls(**{**buckets, **fields})
@@ -95,6 +108,12 @@ class Engine:
         bad = [i for i in config.taps if not 0 <= i <= model.num_layers]
         if bad:
             raise ValueError(f"taps {bad} are not layers; use 0 to num_layers={model.num_layers}")
+        bad = [i for i in eos_ids if not 0 <= i < model.vocab_size]
+        if bad:
+            raise ValueError(
+                f"eos_ids {bad} lie outside the vocabulary of {model.vocab_size}; they belong to "
+                "another tokenizer"
+            )
         self.model, self.config, self.eos_ids = model, config, tuple(eos_ids)
         self.sharding = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
         self.pool = ProgramPool()
@@ -130,8 +149,20 @@ class Engine:
         if isinstance(params["layers"], dict):
             params = transformer.unstack_layers(params)
         params = jax.device_put(params, self.sharding)
+        if jax.random.key_impl(run_key) != "threefry2x32":
+            raise ValueError(
+                f"run_key is of the kind {jax.random.key_impl(run_key)}; make it with "
+                "jax.random.key(seed, impl='threefry2x32'), whose bits do not depend on the device"
+            )
+        seen = set()
         for group in groups:
             self._check(group, sampling)
+            if (group.domain, group.draw) in seen:
+                raise ValueError(
+                    f"two groups share domain {group.domain} and draw {group.draw}, so their "
+                    "samples would be the same; give each draw of a prompt a number of its own"
+                )
+            seen.add((group.domain, group.draw))
         run_key = jax.device_put(run_key, self.sharding)
         self.compile(params, groups, sampling, run_key)
         return Session(self, params, groups, sampling, run_key)
@@ -144,6 +175,8 @@ class Engine:
             raise ValueError(
                 f"draw {group.draw} asks for {group.members} samples; ask for 1 or more"
             )
+        if not 0 <= group.draw < 2**32:
+            raise ValueError(f"draw {group.draw} does not fit 32 bits; use 0 to 2^32 - 1")
         low, high = min(group.prompt), max(group.prompt)
         if low < 0 or high >= self.model.vocab_size:
             raise ValueError(
@@ -176,7 +209,7 @@ class Engine:
         start = bucket_for(c.batch_buckets, sum(g.members for g in groups))
         longest = max((len(g.prompt) for g in groups), default=1)
         first = self.cache_bucket(longest)
-        last = bucket_for(c.cache_buckets, longest + sampling.max_new_tokens)
+        last = max(first, bucket_for(c.cache_buckets, longest + sampling.max_new_tokens))
         batches = [b for b in c.batch_buckets if b <= start]
         caches = [s for s in c.cache_buckets if first <= s <= last]
         self.empty_program(start, first)
@@ -253,6 +286,14 @@ def prefill(model: ModelConfig, params: dict, tokens_PT, length_P) -> kv_cache.K
     mask = layers.causal_mask((places < length_P[:, None]).astype(jnp.int32))
     out = transformer.forward(model, params, tokens_PT, places, mask)
     return kv_cache.from_prefix(out.kv, length_P)
+
+
+def _shrinking(rows: int, factor: int) -> list[int]:
+    """32 by 2: 32, 16, 8, 4, 1."""
+    sizes = [rows]
+    while sizes[-1] // factor >= 4:
+        sizes.append(sizes[-1] // factor)
+    return sizes if sizes[-1] == 1 else [*sizes, 1]
 
 
 def _round_up(n: int, step: int) -> int:

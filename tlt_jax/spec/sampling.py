@@ -77,8 +77,13 @@ def _mask_below(scores_BV, weights_BV, target_B):
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
-    """Unsigned integers in the order of the floats: negatives have all bits flipped."""
+    """Unsigned integers in the order of the floats: negatives have all bits flipped.
+
+    The two zeros are equal, and any NaN is highest, so that it is kept and seen.
+    """
     kind = {4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
     bits = jax.lax.bitcast_convert_type(x, kind)
     sign = jnp.ones((), kind) << (x.dtype.itemsize * 8 - 1)
-    return jnp.where(bits & sign != 0, ~bits, bits | sign)
+    bits = jnp.where(bits == sign, 0, bits)
+    bits = jnp.where(bits & sign != 0, ~bits, bits | sign)
+    return jnp.where(jnp.isnan(x), ~jnp.zeros((), kind), bits)

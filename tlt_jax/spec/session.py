@@ -83,6 +83,10 @@ class Session:
 
     def dispatch(self):
         """Admit, compact or grow where needed, then start one segment and return at once."""
+        if self.in_flight is not None:
+            raise RuntimeError("a segment is in flight; collect it before dispatching the next")
+        if self.done:
+            raise RuntimeError("every response is finished; there is nothing to dispatch")
         self._admit()
         self._compact()
         self._grow()
@@ -92,11 +96,16 @@ class Session:
 
     def ready(self) -> bool:
         """Whether `collect` would return without waiting."""
-        return self.in_flight.token.is_ready()
+        return self._flying().token.is_ready()
+
+    def _flying(self) -> Emitted:
+        if self.in_flight is None:
+            raise RuntimeError("no segment is in flight; dispatch one first")
+        return self.in_flight
 
     def collect(self) -> list[Response]:
         """Wait for the segment in flight; the responses that it finished, in row order."""
-        emitted, self.in_flight = jax.device_get(self.in_flight), None
+        emitted, self.in_flight = jax.device_get(self._flying()), None
         finished = []
         for b, row in enumerate(self.rows):
             if row is None:
