@@ -190,7 +190,7 @@ class PolicyTrainer:
         opt_state = jax.jit(optimizer(config).init)(params)
         self.state = TrainState(params, opt_state, jnp.zeros((), jnp.int32))
         self._add = jax.jit(functools.partial(add_gradient, model, config), donate_argnums=1)
-        self._apply = jax.jit(functools.partial(apply_gradient, config), donate_argnums=(0, 1))
+        self._apply = jax.jit(functools.partial(apply_gradient, config), donate_argnums=0)
         self._norm = jax.jit(optax.global_norm)
         self._log_probs = jax.jit(functools.partial(batch_log_probs, model, config))
         self._zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params))
