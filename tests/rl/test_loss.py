@@ -41,9 +41,9 @@ def test_equals_the_loop_over_tokens(shape):
 
 def test_without_old_log_probs_the_gradient_is_the_policy_gradient():
     logp, _, advantages, mask = tokens()
-    loss, grad = jax.value_and_grad(
-        lambda l: grpo_loss(l, None, advantages, mask, **SETTINGS)[0]
-    )(logp)
+    loss, grad = jax.value_and_grad(lambda l: grpo_loss(l, None, advantages, mask, **SETTINGS)[0])(
+        logp
+    )
     np.testing.assert_allclose(loss, -np.sum(advantages * mask) / 5.0, rtol=1e-6)
     np.testing.assert_allclose(grad, -advantages * mask / 5.0, rtol=1e-6)
 
@@ -73,7 +73,7 @@ def test_masked_places_may_hold_anything(bad):
         np.testing.assert_array_equal(grad, clean)
 
     def multiplied(logp):  # the mask as a factor: what must not be written
-        return jnp.sum(jnp.exp(logp - old) * advantages * mask)
+        return jnp.sum(jnp.exp(logp - old) * advantages * mask.astype(np.float32))
 
     if bad != -np.inf:  # exp(-inf) is a clean zero
         assert not np.isfinite(multiplied(np.where(mask, logp, bad)))
