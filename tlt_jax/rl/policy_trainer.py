@@ -88,9 +88,10 @@ class Total:
     grads: dict
     loss: jax.Array
     clip_fraction: jax.Array  # tokens whose ratio was clipped, of all
-    gap_mean: jax.Array  # |trainer log-prob - rollout log-prob| over tokens
+    computed: jax.Array  # tokens, those of `gap_*`
+    gap_sum: jax.Array  # of |trainer log-prob - rollout log-prob|
     gap_max: jax.Array
-    gap_outside: jax.Array  # share of tokens whose ratio of the two leaves [0.9, 1.1]
+    gap_outside: jax.Array  # tokens whose ratio of the two leaves [0.9, 1.1]
 
 
 class NonFiniteError(FloatingPointError):
@@ -117,6 +118,22 @@ def optimizer(config: TrainerConfig) -> optax.GradientTransformation:
     )
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def init_optimizer(config: TrainerConfig, params: dict) -> tuple:
+    """The optimizer's state before the first update."""
+    return optimizer(config).init(params)
+
+
+@jax.jit
+def zero_total(params: dict) -> Total:
+    """The accumulator before the first micro-batch."""
+    return Total(jax.tree.map(jnp.zeros_like, params), *(jnp.zeros(()) for _ in range(6)))
+
+
+global_norm = jax.jit(optax.tree.norm)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "config"))
 def batch_log_probs(model: ModelConfig, config: TrainerConfig, params, batch: PackedBatch):
     """Log-probs [N] of the scored tokens under `params`, at the sampling temperature."""
     mask_BTT = layers.causal_mask(batch.segments, batch.prefixes)
@@ -133,6 +150,7 @@ def batch_log_probs(model: ModelConfig, config: TrainerConfig, params, batch: Pa
     )
 
 
+@functools.partial(jax.jit, static_argnames=("model", "config"), donate_argnames="total")
 def add_gradient(model, config, params, total: Total, batch: PackedBatch, denominator) -> Total:
     """Add the loss, gradient and metrics of one micro-batch to `total`.
 
@@ -160,12 +178,14 @@ def add_gradient(model, config, params, total: Total, batch: PackedBatch, denomi
         grads=jax.tree.map(jnp.add, total.grads, grads),
         loss=total.loss + loss,
         clip_fraction=total.clip_fraction + metrics["clip_fraction"],
-        gap_mean=total.gap_mean + jnp.sum(jnp.abs(gap_N)) / denominator,
+        computed=total.computed + batch.count,
+        gap_sum=total.gap_sum + jnp.sum(jnp.abs(gap_N)),
         gap_max=jnp.maximum(total.gap_max, jnp.max(jnp.abs(gap_N))),
-        gap_outside=total.gap_outside + jnp.sum(jnp.abs(ratio_N - 1) > 0.1) / denominator,
+        gap_outside=total.gap_outside + jnp.sum(jnp.abs(ratio_N - 1) > 0.1),
     )
 
 
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
 def apply_gradient(config: TrainerConfig, state: TrainState, grads: dict, norm) -> TrainState:
     """One AdamW step with `grads`, scaled down where their global norm exceeds `clip_norm`."""
     scale = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-30))
@@ -187,13 +207,8 @@ class PolicyTrainer:
     ):
         self.model, self.config = model, config
         self.shape = BatchShape.within(config.micro_batch_tokens, row_tokens, samples)
-        opt_state = jax.jit(optimizer(config).init)(params)
+        opt_state = init_optimizer(config, params)
         self.state = TrainState(params, opt_state, jnp.zeros((), jnp.int32))
-        self._add = jax.jit(functools.partial(add_gradient, model, config), donate_argnums=1)
-        self._apply = jax.jit(functools.partial(apply_gradient, config), donate_argnums=(0, 1))
-        self._norm = jax.jit(optax.global_norm)
-        self._log_probs = jax.jit(functools.partial(batch_log_probs, model, config))
-        self._zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params))
 
     def update(self, samples: list[Sample]) -> dict[str, float]:
         """One optimizer step on `samples` -> metrics.
@@ -208,14 +223,14 @@ class PolicyTrainer:
                 f"update {step} has {len(samples)} samples and no response token; skip the update"
             )
         total = self.gradient(samples)
-        norm = self._norm(total.grads)
+        norm = global_norm(total.grads)
         metrics = {
             "loss": total.loss,
             "grad_norm": norm,
             "clip_fraction": total.clip_fraction,
-            "logp_gap_mean": total.gap_mean,
+            "logp_gap_mean": total.gap_sum / jnp.maximum(total.computed, 1),
             "logp_gap_max": total.gap_max,
-            "logp_gap_outside": total.gap_outside,
+            "logp_gap_outside": total.gap_outside / jnp.maximum(total.computed, 1),
             "learning_rate": self.config.learning_rate_at(step),
         }
         metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
@@ -224,7 +239,7 @@ class PolicyTrainer:
                 raise NonFiniteError(
                     f"{name}={metrics[name]} in update {step}; the parameters were not changed"
                 )
-        self.state = self._apply(self.state, total.grads, norm)
+        self.state = apply_gradient(self.config, self.state, total.grads, norm)
         return metrics | {"tokens": tokens}
 
     def gradient(self, samples: list[Sample]) -> Total:
@@ -235,14 +250,16 @@ class PolicyTrainer:
         """
         denominator = np.float32(sum(len(s.response) for s in samples))
         samples = [s for s in samples if np.any(s.advantages)]
-        zero = jnp.zeros(())
-        total = Total(self._zeros(self.state.params), *(jnp.copy(zero) for _ in range(5)))
+        total = zero_total(self.state.params)
         for batch in packing.pack(samples, self.shape, packed=self.config.pack):
-            total = self._add(self.state.params, total, batch, denominator)
+            total = add_gradient(
+                self.model, self.config, self.state.params, total, batch, denominator
+            )
         return total
 
     def log_probs(self, samples: list[Sample]) -> list[np.ndarray]:
         """Log-probs of every response token under the current parameters, per sample."""
         batches = packing.pack(samples, self.shape, packed=self.config.pack)
-        values = [np.array(self._log_probs(self.state.params, batch)) for batch in batches]
+        programs = (batch_log_probs(self.model, self.config, self.state.params, b) for b in batches)
+        values = [np.array(logp_N) for logp_N in programs]
         return packing.unpack(batches, values, len(samples))
