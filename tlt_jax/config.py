@@ -34,12 +34,6 @@ class Config:
             raise ValueError(f"steps={self.steps} must be at least 1")
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must not be negative")
-        if self.trainer.temperature != self.rollout.temperature:
-            raise ValueError(
-                f"trainer.temperature={self.trainer.temperature} differs from rollout.temperature="
-                f"{self.rollout.temperature}: log-probs would be of another distribution than the "
-                "one that was sampled; set both alike"
-            )
         if self.rollout.top_p < 1 or self.rollout.top_k > 0:
             raise ValueError(
                 f"rollout.top_p={self.rollout.top_p}, top_k={self.rollout.top_k}: training needs "

@@ -7,8 +7,9 @@ import pickle
 
 import pytest
 
-from tlt_jax.rl.data import EVALUATION, TRAIN, DataConfig, Example, PromptStream, load_prompts
+from tlt_jax.rl.data import DataConfig, Example, PromptStream, load_prompts
 from tlt_jax.rl.tasks import Task, draw_questions, split_by_weight
+from tlt_jax.spec.noise import EVALUATE, TRAIN
 
 
 class ByteTokenizer:
@@ -215,11 +216,11 @@ def test_a_restored_stream_goes_on_as_if_nothing_had_happened(cut):
 
 
 def test_without_shuffling_the_order_is_the_given_one_and_draws_still_count():
-    evaluation = stream(domain=EVALUATION, shuffle=False)
+    evaluation = stream(domain=EVALUATE, shuffle=False)
     first, second = evaluation.take(7), evaluation.take(7)
     assert [p.ids[0] for p in first] == [p.ids[0] for p in second] == list(range(7))
     assert [p.draw for p in first + second] == list(range(14))
-    assert {p.domain for p in first} == {EVALUATION}
+    assert {p.domain for p in first} == {EVALUATE}
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_without_shuffling_the_order_is_the_given_one_and_draws_still_count():
     [
         lambda: stream(n=8),
         lambda: stream(seed=1),
-        lambda: stream(domain=EVALUATION),
+        lambda: stream(domain=EVALUATE),
         lambda: PromptStream(examples(7, offset=1), seed=0, domain=TRAIN),
     ],
 )

@@ -51,10 +51,12 @@ def random_params(model):
     return jax.device_get(transformer.init(model, jax.random.key(1)))
 
 
-def make(model=MODEL, rows=2, samples=7, **settings):
+def make(model=MODEL, rows=2, samples=7, temperature=1.0, **settings):
     config = TrainerConfig(micro_batch_tokens=rows * ROW, **settings)
     params = jax.tree.map(jnp.array, random_params(model))  # a copy: the trainer donates it
-    return PolicyTrainer(model, config, params, row_tokens=ROW, samples=samples)
+    return PolicyTrainer(
+        model, config, params, row_tokens=ROW, samples=samples, temperature=temperature
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("model", "old"))

@@ -9,8 +9,8 @@ import numpy as np
 
 from tlt_jax.rl.prompt_file import PromptRecord, read_prompt_file
 from tlt_jax.rl.tasks import Question, Task, draw_questions
+from tlt_jax.spec.noise import EVALUATE, TRAIN
 
-TRAIN, EVALUATION, GENERATE = 0, 1, 2  # domains: sampling noise is keyed by them
 _SLOT = "{question}"
 
 
@@ -127,7 +127,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer) -> PromptData:
 
 
 def _task_examples(config: DataConfig, tokenizer: Tokenizer) -> tuple[list[Example], list[Example]]:
-    held_out = draw_questions(config.tasks, config.eval_size, config.eval_seed, domain=EVALUATION)
+    held_out = draw_questions(config.tasks, config.eval_size, config.eval_seed, domain=EVALUATE)
     texts = frozenset(question.text for question in held_out)
     train = draw_questions(config.tasks, config.size, config.seed, domain=TRAIN, excluded=texts)
     return tuple(

@@ -18,13 +18,14 @@ from tlt_jax.metrics import MetricsWriter
 from tlt_jax.models import hf
 from tlt_jax.rl import evaluate, policy
 from tlt_jax.rl.advantages import group_advantages
-from tlt_jax.rl.data import EVALUATION, TRAIN, Prompt, PromptStream, load_prompts
+from tlt_jax.rl.data import Prompt, PromptStream, load_prompts
 from tlt_jax.rl.packing import Sample
 from tlt_jax.rl.policy_trainer import NonFiniteError, PolicyTrainer
 from tlt_jax.rl.rewards import RewardPool, count_statuses, require_some_ok
 from tlt_jax.rl.rollout import Rollout, rollout
 from tlt_jax.rl.warm_up import supervised_samples, warm_up
 from tlt_jax.sharding.publish import Published, publish
+from tlt_jax.spec import noise
 from tlt_jax.spec.engine import Engine
 
 PACKED_ROW_TOKENS = 256  # longer rows save little: attention is computed over the whole row
@@ -59,11 +60,11 @@ class Run:
         self.run_key = sampling_key
         self.policy = policy.load(config.policy, policy_key)
         self.data = load_prompts(config.data, self.policy.tokenizer)
-        self.stream = PromptStream(self.data.train, seed=config.data.seed, domain=TRAIN)
+        self.stream = PromptStream(self.data.train, seed=config.data.seed, domain=noise.TRAIN)
         held_out = self.data.held_out[: config.evaluation.prompts]
         self.held_out: list[Prompt] = []
         if held_out:
-            stream = PromptStream(held_out, seed=0, domain=EVALUATION, shuffle=False)
+            stream = PromptStream(held_out, seed=0, domain=noise.EVALUATE, shuffle=False)
             self.held_out = stream.take(len(held_out))
         longest = max(len(e.ids) for e in (*self.data.train, *self.data.held_out))
         self.engine = Engine(
@@ -126,13 +127,22 @@ def _warmed_up_trainer(run: Run) -> PolicyTrainer:
         samples = supervised_samples(run.data.train, run.policy.tokenizer, warm)
         longest = max(s.tokens for s in samples)
         supervised = dataclasses.replace(config.trainer, learning_rate=warm.learning_rate)
-        teacher = PolicyTrainer(run.policy.model, supervised, params, longest, warm.batch)
+        teacher = PolicyTrainer(
+            run.policy.model, supervised, params, row_tokens=longest, samples=warm.batch
+        )
         run.progress.start("warm-up", warm.steps)
         with run.events.span("warm-up"):
             warm_up(teacher, samples, warm, run.progress.advance)
         params = teacher.state.params
     per_step = config.rollout.prompts * config.rollout.samples
-    return PolicyTrainer(run.policy.model, config.trainer, params, run.row_tokens, per_step)
+    return PolicyTrainer(
+        run.policy.model,
+        config.trainer,
+        params,
+        row_tokens=run.row_tokens,
+        samples=per_step,
+        temperature=config.rollout.temperature,
+    )
 
 
 def _step(run: Run, trainer: PolicyTrainer, published: Published, step: int) -> Published:

@@ -40,7 +40,6 @@ class TrainerConfig:
     clip_norm: float = 1.0  # of the gradient of the whole update
     clip_low: float = 0.2  # ratio held within [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.2
-    temperature: float = 1.0  # of the sampling; 0 (greedy rollouts) trains at 1
     micro_batch_tokens: int = 2048  # tokens of a micro-batch, padding included
     pack: bool = True  # several samples per row
     head_chunk: int = 1024  # tokens whose logits exist at once
@@ -56,7 +55,7 @@ class TrainerConfig:
         for name in ("learning_rate", "clip_norm", "micro_batch_tokens", "head_chunk", "eps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be greater than 0")
-        for name in ("weight_decay", "temperature", "warmup_steps", "clip_low", "clip_high"):
+        for name in ("weight_decay", "warmup_steps", "clip_low", "clip_high"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         for name in ("beta1", "beta2"):
@@ -133,8 +132,8 @@ def zero_total(params: dict) -> Total:
 global_norm = jax.jit(optax.tree.norm)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "config"))
-def batch_log_probs(model: ModelConfig, config: TrainerConfig, params, batch: PackedBatch):
+@functools.partial(jax.jit, static_argnames=("model", "config", "temperature"))
+def batch_log_probs(model: ModelConfig, config: TrainerConfig, temperature, params, batch):
     """Log-probs [N] of the scored tokens under `params`, at the sampling temperature."""
     mask_BTT = layers.causal_mask(batch.segments, batch.prefixes)
     out = transformer.forward(model, params, batch.tokens, batch.positions, mask_BTT)
@@ -145,13 +144,17 @@ def batch_log_probs(model: ModelConfig, config: TrainerConfig, params, batch: Pa
         hidden_ND,
         batch.targets,
         batch.count,
-        temperature=config.temperature or 1.0,
+        temperature=temperature,
         chunk=config.head_chunk,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("model", "config"), donate_argnames="total")
-def add_gradient(model, config, params, total: Total, batch: PackedBatch, denominator) -> Total:
+@functools.partial(
+    jax.jit, static_argnames=("model", "config", "temperature"), donate_argnames="total"
+)
+def add_gradient(
+    model, config, temperature, params, total: Total, batch: PackedBatch, denominator
+) -> Total:
     """Add the loss, gradient and metrics of one micro-batch to `total`.
 
     denominator: scored tokens of the whole update, over all micro-batches and devices.
@@ -159,7 +162,7 @@ def add_gradient(model, config, params, total: Total, batch: PackedBatch, denomi
     mask_N = jnp.arange(batch.at.shape[0]) < batch.count
 
     def loss_of(params):
-        logp_N = batch_log_probs(model, config, params, batch)
+        logp_N = batch_log_probs(model, config, temperature, params, batch)
         loss, metrics = grpo_loss(
             logp_N,
             batch.old_logp,
@@ -200,12 +203,21 @@ class PolicyTrainer:
     `params` (stacked layout) are taken over: the first update donates their buffers.
     row_tokens: longest prompt plus longest response; samples: how many an update usually has.
     Together they fix the shape of every micro-batch, so nothing compiles after the first update.
+    temperature: of the sampling, whose log-probs are trained; greedy rollouts (0) train at 1.
     """
 
     def __init__(
-        self, model: ModelConfig, config: TrainerConfig, params: dict, row_tokens: int, samples: int
+        self,
+        model: ModelConfig,
+        config: TrainerConfig,
+        params: dict,
+        *,
+        row_tokens: int,
+        samples: int,
+        temperature: float = 1.0,
     ):
         self.model, self.config = model, config
+        self.temperature = float(temperature) or 1.0
         self.shape = BatchShape.within(config.micro_batch_tokens, row_tokens, samples)
         opt_state = init_optimizer(config, params)
         self.state = TrainState(params, opt_state, jnp.zeros((), jnp.int32))
@@ -253,13 +265,19 @@ class PolicyTrainer:
         total = zero_total(self.state.params)
         for batch in packing.pack(samples, self.shape, packed=self.config.pack):
             total = add_gradient(
-                self.model, self.config, self.state.params, total, batch, denominator
+                self.model,
+                self.config,
+                self.temperature,
+                self.state.params,
+                total,
+                batch,
+                denominator,
             )
         return total
 
     def log_probs(self, samples: list[Sample]) -> list[np.ndarray]:
         """Log-probs of every response token under the current parameters, per sample."""
         batches = packing.pack(samples, self.shape, packed=self.config.pack)
-        programs = (batch_log_probs(self.model, self.config, self.state.params, b) for b in batches)
-        values = [np.array(logp_N) for logp_N in programs]
+        fixed = (self.model, self.config, self.temperature, self.state.params)
+        values = [np.array(batch_log_probs(*fixed, batch)) for batch in batches]
         return packing.unpack(batches, values, len(samples))
