@@ -84,6 +84,7 @@ def measure(model: ModelConfig, config: TrainerConfig, rows: int, tokens: int, a
         "matmul_gflops": statistics.median(rates) / 1e9,
         "share_of_matmul": statistics.median(shares),
         "shares": shares,
+        "matmul_gflops_each": [rate / 1e9 for rate in rates],
     }
 
 
@@ -106,7 +107,11 @@ def main():
     print(f"  {result['update_s']:.1f} s, {result['update_gflops']:.0f} GFLOP/s", end="")
     print(f" (first: {result['first_update_s']:.1f} s with compilation)")
     print(f"  matrix products: {result['matmul_gflops']:.0f} GFLOP/s")
-    print(f"  share: {result['share_of_matmul']:.1%}")
+    # Rates that differ much between one moment and the next mean that others use the machine.
+    each = ", ".join(f"{rate:.0f}" for rate in result["matmul_gflops_each"])
+    print(f"  (around each update: {each})")
+    each = ", ".join(f"{share:.1%}" for share in result["shares"])
+    print(f"  share: {result['share_of_matmul']:.1%} (each: {each})")
 
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ def token_log_probs(
 ) -> jax.Array:
     """log_softmax(logits / temperature)[target] of the first `count` of N tokens -> [N].
 
-    chunk: at most so many tokens have their logits at once. hidden_ND: after the final norm, as `forward` returns it. Values past `count` are
-    unspecified (finite where `hidden_ND` is) and take no gradient. float32 (float64 in tests).
+    hidden_ND: after the final norm, as `forward` returns it. chunk: how many tokens may have their
+    logits at once. Values past `count` are unspecified (finite where `hidden_ND` is) and take no
+    gradient. float32 (float64 in tests).
     """
     N, _ = hidden_ND.shape
     # Even chunks: 1536 tokens in chunks of at most 1024 are two of 768, not 1024 and 512 + padding.
