@@ -117,6 +117,16 @@ def main(argv):
     print_summary(summary, workdir)
 
 
+def parse_flags(argv: list[str]) -> list[str]:
+    """absl's parsing, with one sentence in place of a traceback for a wrong setting."""
+    try:
+        return flags.FLAGS(argv)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        # ml_collections hands on the text of a KeyError, quotes and escaped line ends included.
+        text = " ".join(str(error).replace("\\n", " ").replace("\\'", "'").split())
+        raise SystemExit(f"wrong command line: {text}") from None
+
+
 if __name__ == "__main__":
     flags.mark_flags_as_required(["config", "workdir"])
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

@@ -8,7 +8,9 @@ from ml_collections import ConfigDict
 
 from tlt_jax.config import Config, from_dict, to_dict
 
-CONFIGS = sorted(p.stem for p in pathlib.Path("experiments/configs").glob("[a-z]*.py"))
+CONFIGS = sorted(
+    p.stem for p in pathlib.Path("experiments/configs").glob("[a-z]*.py") if p.stem != "base"
+)
 
 
 def load(name: str, arg: str = "smoke") -> ConfigDict:
@@ -21,6 +23,17 @@ def test_every_config_file_is_valid(name, arg):
     config = from_dict(Config, load(name, arg))
     assert config == from_dict(Config, load(name, arg))
     assert to_dict(config)["steps"] == config.steps
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_file_names_every_setting(name):
+    """So that any of them can be overridden on the command line."""
+    config = from_dict(Config, load(name))
+    named = load(name).to_dict()
+    for section, value in to_dict(config).items():
+        if isinstance(value, dict):
+            assert set(named[section]) == set(value)
+        assert section in named
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -9,31 +9,27 @@ Expected: see EXPERIMENTS.md, "quickstart".
 
 from ml_collections import ConfigDict
 
+from experiments.configs import base
+
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
 
 def get_config(arg: str = "full") -> ConfigDict:
     if arg not in ("full", "smoke"):
         raise ValueError(f"quickstart.py:{arg} is unknown; use full or smoke")
     smoke = arg == "smoke"
-    config = ConfigDict()
-    config.steps = 2 if smoke else 24
-    config.seed = 0
-    sums = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    config.data = ConfigDict(
-        {
-            "tasks": {"chain_sum": {"params": sums}},
+    return base.get_config(
+        steps=2 if smoke else 24,
+        data={
+            "tasks": {"chain_sum": {"params": SUMS}},
             "size": 256,
             "eval_size": 32,
             "system": "Answer with the number only.",
             "max_prompt_tokens": 48,
-        }
+        },
+        policy={"path": "smollm2"},
+        reward={"extractor": "last_number"},
+        rollout={"prompts": 2 if smoke else 12, "samples": 8, "max_new_tokens": 16, "shrink": 4},
+        trainer={"learning_rate": 2e-5, "warmup_steps": 1, "micro_batch_tokens": 1024},
+        evaluation={"every": 8, "prompts": 8 if smoke else 32},
     )
-    config.policy = ConfigDict({"path": "smollm2"})
-    config.reward = ConfigDict({"extractor": "last_number"})
-    config.rollout = ConfigDict(
-        {"prompts": 2 if smoke else 12, "samples": 8, "max_new_tokens": 16, "shrink": 4}
-    )
-    config.trainer = ConfigDict(
-        {"learning_rate": 2e-5, "warmup_steps": 1, "micro_batch_tokens": 1024}
-    )
-    config.evaluation = ConfigDict({"every": 8, "prompts": 8 if smoke else 32})
-    return config

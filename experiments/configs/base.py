@@ -1,0 +1,36 @@
+"""Every setting with its default, so that whatever can be set can be set from the command line."""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+
+from ml_collections import ConfigDict
+
+from tlt_jax.config import Config
+
+
+def get_config(**sections) -> ConfigDict:
+    """All settings of `Config`: the defaults with `sections` (values or mappings) laid over them.
+
+    A mapping where the default is no section, as `data.tasks`, replaces it.
+    """
+    return ConfigDict(_laid_over(_defaults(Config), sections))
+
+
+def _defaults(kind: type) -> dict:
+    values = {}
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(hints[field.name]):
+            values[field.name] = _defaults(hints[field.name])
+        elif field.default is not dataclasses.MISSING:
+            values[field.name] = field.default
+    return values
+
+
+def _laid_over(base: dict, changes: Mapping) -> dict:
+    merged = dict(base)
+    for name, value in changes.items():
+        inner = isinstance(value, Mapping) and isinstance(base.get(name), dict)
+        merged[name] = _laid_over(base[name], value) if inner else value
+    return merged
