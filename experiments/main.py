@@ -9,6 +9,7 @@ the Hugging Face layout.
 
 import importlib.metadata
 import logging
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,11 @@ def print_summary(summary: Summary, workdir: Path):
         f"tokens/s), update {total['update']:.0f} s, compiling {summary.compile_seconds:.0f} s "
         f"({100 * summary.compile_seconds / summary.seconds:.0f} %)"
     )
+    # Kilobytes on Linux, bytes on macOS.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+    print(f"  peak memory        {peak / 1e9:.1f} GB")
     print(f"  written            {workdir}/ (metrics.jsonl, events.jsonl, trace.json, policy/)")
 
 
@@ -101,10 +107,10 @@ def main(argv):
         config = from_dict(Config, CONFIG.value)
     except (TypeError, ValueError) as error:
         raise SystemExit(str(error)) from None
-    workdir = Path(WORKDIR.value)
-    prepare_workdir(workdir, config)
     # JAX tells at length about every accelerator that is not there.
     logging.getLogger("jax").setLevel(logging.WARNING)
+    workdir = Path(WORKDIR.value)
+    prepare_workdir(workdir, config)
     cache = workdir.parent / ".jax_cache"
     jax.config.update("jax_compilation_cache_dir", str(cache.absolute()))
     try:

@@ -19,9 +19,10 @@ from tlt_jax.models import hf
 from tlt_jax.rl import evaluate, policy
 from tlt_jax.rl.advantages import group_advantages
 from tlt_jax.rl.data import Prompt, PromptStream, load_prompts
+from tlt_jax.rl.graders import check_entry
 from tlt_jax.rl.packing import Sample
 from tlt_jax.rl.policy_trainer import NonFiniteError, PolicyTrainer
-from tlt_jax.rl.rewards import RewardPool, count_statuses, require_some_ok
+from tlt_jax.rl.rewards import RewardPool, Score, count_statuses, require_some_ok
 from tlt_jax.rl.rollout import Rollout, rollout
 from tlt_jax.rl.warm_up import supervised_samples, warm_up
 from tlt_jax.sharding.publish import Published, publish
@@ -75,6 +76,8 @@ class Run:
         group = longest + rollouts.samples * rollouts.max_new_tokens
         self.row_tokens = max(longest + rollouts.max_new_tokens, min(group, PACKED_ROW_TOKENS))
         self.grader = config.reward.make_grader()
+        for example in (*self.data.train, *self.data.held_out):
+            check_entry(self.grader, example.entry)
         self.pool = RewardPool(config.reward.num_workers, config.reward.deadline_s)
         self.metrics = MetricsWriter(workdir / "metrics.jsonl")
         self.events = EventLog(workdir / "events.jsonl")
@@ -106,7 +109,8 @@ def train(config: Config, workdir: Path, progress: Progress) -> Summary:
         run.pool.load(run.grader, run.data.train[0].entry)
         trainer = _warmed_up_trainer(run)
         published = publish(trainer.state.params, 0)
-        run.record({"content/step": 0, **_evaluation(run, published)})
+        if run.held_out:
+            run.record({"content/step": 0, **_evaluation(run, published)})
         for step in range(1, config.steps + 1):
             published = _step(run, trainer, published, step)
         with run.events.span("save policy"):
@@ -145,80 +149,121 @@ def _warmed_up_trainer(run: Run) -> PolicyTrainer:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """A graded rollout as arrays, one entry per response, in the rollout's order."""
+
+    rollout: Rollout
+    scores: list[Score]
+    valid_N: np.ndarray  # bool: graded successfully
+    rewards_N: np.ndarray  # float64, NaN where not valid
+    advantages_N: np.ndarray  # float64, 0 where not valid
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> "Judged":
+        scores = [g.score for g in rollout.graded]
+        valid_N = np.array([s.status == "ok" for s in scores])
+        rewards_N = np.array([s.value if s.status == "ok" else np.nan for s in scores])
+        groups_N = np.array([g.prompt.draw for g in rollout.graded])
+        return cls(
+            rollout, scores, valid_N, rewards_N, group_advantages(rewards_N, groups_N, valid_N)
+        )
+
+    def samples(self) -> list[Sample]:
+        """What the update trains on: the validly graded responses."""
+        return [
+            Sample(
+                np.array(g.prompt.ids, np.int32),
+                g.response.tokens,
+                advantage,
+                g.response.log_probs,
+                group=g.prompt.draw,
+            )
+            for g, advantage, valid in zip(self.rollout.graded, self.advantages_N, self.valid_N)
+            if valid
+        ]
+
+
 def _step(run: Run, trainer: PolicyTrainer, published: Published, step: int) -> Published:
-    """One RL step: rollout, advantages, update, publish, record."""
+    """One RL step: rollout, advantages, update, publish, evaluation where due, record."""
     config, events = run.config, run.events
     began, compiled = events.now(), run.compiling.seconds
     prompts = run.stream.take(config.rollout.prompts)
     done = _rollout(
         run, published, prompts, config.rollout.samples, config.rollout.sampling(), f"step {step}"
     )
-    scores = [g.score for g in done.graded]
-    require_some_ok(scores, step)
-    valid_N = np.array([s.status == "ok" for s in scores])
-    rewards_N = np.array([s.value if s.status == "ok" else np.nan for s in scores])
-    groups_N = np.array([g.prompt.draw for g in done.graded])
-    advantages_N = group_advantages(rewards_N, groups_N, valid_N)
+    judged = Judged.of(done)
+    require_some_ok(judged.scores, step)
 
+    updating = events.now()
     with events.span("update"):
-        updating = events.now()
-        samples = [
-            Sample(
-                np.array(g.prompt.ids, np.int32),
-                g.response.tokens,
-                adv,
-                g.response.log_probs,
-                group=g.prompt.draw,
-            )
-            for g, adv, ok in zip(done.graded, advantages_N, valid_N)
-            if ok
-        ]
-        try:
-            update = trainer.update(samples)
-        except NonFiniteError as error:
-            raise NonFiniteError(
-                f"RL step {step}: {error}. Nothing was saved of this run; the last good weights "
-                f"are those it started from ({config.policy.path or 'random'}). Lower "
-                "trainer.learning_rate, or check the model's weights"
-            ) from error
-        update_seconds = events.now() - updating
+        update = _update(run, trainer, judged, step)
+    update_seconds = events.now() - updating
     with events.span("publish"):
         published = publish(trainer.state.params, step)
     due = step % config.evaluation.every == 0 or step == config.steps
     evaluation = _evaluation(run, published) if due else {}
-    lengths = np.array([len(g.response.tokens) for g in done.graded])
-    statuses = count_statuses(scores)
     run.record(
         {
             "content/step": step,
-            "content/reward_mean": np.mean(rewards_N[valid_N]),
-            "content/reward_std": np.std(rewards_N[valid_N]),
-            "content/loss": update["loss"],
-            "content/grad_norm": update["grad_norm"],
-            "content/response_length_mean": lengths.mean(),
-            "content/response_length_max": int(lengths.max()),
-            "content/truncated_share": np.mean(
-                [g.response.finish_reason == "length" for g in done.graded]
-            ),
-            "content/valid_share": valid_N.mean(),
-            "content/zero_advantage_share": np.mean(advantages_N == 0),
-            "content/tokens": int(lengths.sum()),
-            "content/learning_rate": update["learning_rate"],
-            "pace/rollout_seconds": done.seconds,
-            "pace/reward_wait_seconds": done.reward_wait_seconds,
+            **_content(judged, update),
             "pace/update_seconds": update_seconds,
-            "pace/rollout_tokens_per_second": lengths.sum() / done.seconds,
             "pace/logprob_gap_mean": update["logp_gap_mean"],
             "pace/logprob_gap_max": update["logp_gap_max"],
-            "pace/reward_errors": statuses["error"],
-            "pace/reward_timeouts": statuses["timeout"],
-            "pace/reward_invalid": statuses["invalid"],
+            **_rollout_pace(judged),
             "pace/compile_seconds": run.compiling.seconds - compiled,
             "pace/step_seconds": events.now() - began,
             **evaluation,
         }
     )
     return published
+
+
+def _update(run: Run, trainer: PolicyTrainer, judged: Judged, step: int) -> dict:
+    """The policy update, waited for. Raises NonFiniteError that says what is left to go on from."""
+    try:
+        update = trainer.update(judged.samples())
+    except NonFiniteError as error:
+        start = run.config.policy.path or "random"
+        raise NonFiniteError(
+            f"RL step {step}: {error}. Nothing was saved of this run; the last good weights are "
+            f"those it started from ({start}). Lower trainer.learning_rate, or check the model's "
+            "weights"
+        ) from error
+    jax.block_until_ready(trainer.state)
+    return update
+
+
+def _content(judged: Judged, update: dict) -> dict:
+    rewards = judged.rewards_N[judged.valid_N]
+    responses = [g.response for g in judged.rollout.graded]
+    lengths = np.array([len(r.tokens) for r in responses])
+    return {
+        "content/reward_mean": rewards.mean(),
+        "content/reward_std": rewards.std(),
+        "content/loss": update["loss"],
+        "content/grad_norm": update["grad_norm"],
+        "content/learning_rate": update["learning_rate"],
+        "content/response_length_mean": lengths.mean(),
+        "content/response_length_max": int(lengths.max()),
+        "content/truncated_share": np.mean([r.finish_reason == "length" for r in responses]),
+        "content/valid_share": judged.valid_N.mean(),
+        "content/zero_advantage_share": np.mean(judged.advantages_N == 0),
+        "content/tokens": int(lengths.sum()),
+    }
+
+
+def _rollout_pace(judged: Judged) -> dict:
+    rollout, statuses = judged.rollout, count_statuses(judged.scores)
+    tokens = sum(len(g.response.tokens) for g in rollout.graded)
+    return {
+        "pace/rollout_seconds": rollout.seconds,
+        "pace/reward_wait_seconds": rollout.reward_wait_seconds,
+        "pace/rollout_tokens_per_second": tokens / rollout.seconds,
+        "pace/reward_errors": statuses["error"],
+        "pace/reward_timeouts": statuses["timeout"],
+        "pace/reward_invalid": statuses["invalid"],
+    }
 
 
 def _evaluation(run: Run, published: Published) -> dict:

@@ -18,8 +18,8 @@ class Published:
 
 
 def publish(params: dict, version: int) -> Published:
-    """Copy stacked training weights into the decode layout, in one program."""
-    return Published(_copy(params), version)
+    """Copy stacked training weights into the decode layout, in one program, and wait for it."""
+    return Published(jax.block_until_ready(_copy(params)), version)
 
 
 @jax.jit
