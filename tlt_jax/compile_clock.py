@@ -3,13 +3,17 @@
 import jax
 
 _STAGES = (
+    "/jax/core/compile/jaxpr_trace_duration",
     "/jax/core/compile/jaxpr_to_mlir_module_duration",
     "/jax/core/compile/backend_compile_duration",
 )
 
 
 class CompileClock:
-    """Seconds of lowering and compiling in this process since the clock was made."""
+    """Seconds of tracing, lowering and compiling in this process since the clock was made.
+
+    An upper bound: functions traced within others count twice, and threads add up.
+    """
 
     def __init__(self):
         self.seconds = 0.0

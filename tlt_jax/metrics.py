@@ -35,6 +35,8 @@ KEYS: dict[str, str] = {
     "pace/rollout_tokens_per_second": "response tokens / rollout_seconds",
     "pace/logprob_gap_mean": "mean |trainer - rollout log-prob| per token, nats",
     "pace/logprob_gap_max": "largest |trainer - rollout log-prob| of a token, nats",
+    "pace/logprob_gap_outside": "share of tokens whose two probabilities differ by 10 %",
+    "pace/peak_memory_gb": "most memory the process has held so far, gigabytes",
     "pace/compile_seconds": "seconds spent compiling during the step",
     "pace/reward_errors": "gradings that raised or whose worker died (a count)",
     "pace/reward_timeouts": "gradings killed at their deadline (a count)",

@@ -26,7 +26,6 @@ from pathlib import Path
 
 import gguf
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import limits
@@ -273,7 +272,7 @@ def main(argv: list[str] | None = None):
     args = parse_args(argv)
     say = (lambda text: print(text, file=sys.stderr, flush=True)) if args.json else print
     loaded = pretrained.load(args.model)
-    params = transformer.unstack_layers(jax.tree.map(jnp.asarray, loaded.params))
+    params = transformer.decode_layout(loaded.config, loaded.params)
     prompts = [loaded.tokenizer.chat([{"role": "user", "content": q}]) for q in QUESTIONS]
     natural = Work(
         "natural", prompts, args.samples, args.max_new_tokens, list(loaded.tokenizer.eos_ids)

@@ -18,7 +18,7 @@ def main():
     prompts = [text.chat([{"role": "user", "content": q}]) for q in questions]
     config = EngineConfig.fit(rows=8, prompt_tokens=64, new_tokens=32)
     engine = Engine(model.config, config, text.eos_ids)
-    weights = transformer.unstack_layers(jax.tree.map(jax.numpy.asarray, model.params))
+    weights = transformer.decode_layout(model.config, model.params)
 
     # All at once: a list of responses per prompt.
     for answers in engine.generate(weights, prompts, samples=2, sampling=Sampling(32)):

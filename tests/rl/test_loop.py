@@ -1,5 +1,6 @@
 """The whole loop on the tiny model: what is identical to what, and what stops it."""
 
+import functools
 import json
 
 import jax
@@ -11,7 +12,7 @@ from tests.rl import sample_graders
 from tlt_jax import metrics
 from tlt_jax.config import Config, from_dict
 from tlt_jax.events import read_events
-from tlt_jax.models import hf
+from tlt_jax.models import hf, transformer
 from tlt_jax.rl import loop
 from tlt_jax.rl.policy_trainer import NonFiniteError
 
@@ -137,10 +138,40 @@ def test_a_nan_gradient_names_the_step_and_what_is_left(tmp_path, monkeypatch):
 def test_publishing_copies_so_that_an_update_cannot_delete_what_a_rollout_reads():
     config = smoke()
     found = loop.policy.load(config.policy, jax.random.key(0))
-    published = loop.publish(found.params, version=3)
+    layout = functools.partial(transformer.decode_layout, found.model)
+    published = loop.publish(layout, found.params, version=3)
     donate = jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)
     before = np.array(published.params["embed"])
     donate(found.params)
     assert found.params["embed"].is_deleted()
     np.testing.assert_array_equal(published.params["embed"], before)
     assert published.version == 3
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"rollout.max_new_tokens": 500}, r"exceed the model's context of 512; lower either"),
+        ({"trainer.micro_batch_tokens": 16}, r"micro_batch_tokens=16 is less than one row"),
+        ({"policy.width": 60, "policy.num_heads": 8}, r"head_dim"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_warm_up(tmp_path, monkeypatch, change, words):
+    def no_work(*_):
+        raise AssertionError("work was done before the refusal")
+
+    monkeypatch.setattr(loop, "warm_up", no_work)
+    with pytest.raises(ValueError, match=words):
+        run(tmp_path / "bad", **change)
+
+
+def test_stale_published_weights_raise_an_alarm(tmp_path, monkeypatch):
+    """A publish that hands out other weights than the trainer's shows in the log-prob gap."""
+    layout = transformer.decode_layout
+
+    def stale(model, params):
+        return layout(model, jax.tree.map(lambda x: x * 1.5, params))
+
+    monkeypatch.setattr(loop.transformer, "decode_layout", stale)
+    with pytest.warns(UserWarning, match="published weights those of the trainer"):
+        run(tmp_path / "stale")

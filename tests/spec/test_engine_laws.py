@@ -1,5 +1,6 @@
 """The engine against the reference sampler: the same tokens whatever shares a batch, and when."""
 
+import dataclasses
 import types
 
 import jax
@@ -15,7 +16,7 @@ from tlt_jax.spec import noise
 from tlt_jax.spec import round as rounds
 from tlt_jax.spec import state as states
 from tlt_jax.spec.engine import Engine, EngineConfig
-from tlt_jax.spec.request import Sampling
+from tlt_jax.spec.request import Group, Sampling
 
 SETTINGS = (
     Sampling(36),
@@ -313,3 +314,45 @@ def test_float32_over_fifty_thousand_tokens():
         groups = tiny.requests(400, longest=30, vocab=48, seed=50 + i)
         compared += check_float32(engine, params, groups, sampling, jax.random.key(i))
     assert compared > 50_000
+
+
+def test_each_group_samples_as_it_says():
+    """Rows of one batch with temperatures, masks and lengths of their own."""
+    with jax.enable_x64(True):
+        config, params = tiny.model("float64")
+        ways = [Sampling(9), Sampling(3, temperature=0.0), Sampling(6, 0.7, top_p=0.8, top_k=5)]
+        groups = [Group((3, 1, 4), d, 2, 0, way) for d, way in enumerate(ways)]
+        shapes = EngineConfig(batch_buckets=(6,), cache_buckets=(32,), prompt_buckets=(32,))
+        engine = Engine(config, shapes)
+        key = jax.random.key(0)
+        together = list(engine.start(params, groups, sampling=Sampling(1), run_key=key).run())
+        assert len(together) == 6
+        for response in together:
+            way = response.group.sampling
+            assert len(response.tokens) == way.max_new_tokens
+            alone = engine.start(
+                params,
+                [dataclasses.replace(response.group, sampling=None)],
+                sampling=way,
+                run_key=key,
+            )
+            [same] = [r for r in alone.run() if r.member == response.member]
+            np.testing.assert_array_equal(response.tokens, same.tokens)
+            np.testing.assert_allclose(response.log_probs, same.log_probs, atol=1e-12)
+
+
+def test_bfloat16_is_sampled_from_float32_scores_of_its_own_program():
+    """Log-probs are float32 and near those of a float32 teacher-forced pass."""
+    config, params = tiny.model("float32")
+    half = dataclasses.replace(config, dtype="bfloat16")
+    shapes = EngineConfig(batch_buckets=(4,), cache_buckets=(64,), prompt_buckets=(32,))
+    [answers] = Engine(half, shapes).generate(
+        params, [[5, 6, 7]], samples=4, sampling=Sampling(24), seed=3
+    )
+    log_probs, _ = tiny.teacher_forced(config, params, answers, width=32)
+    expected = [
+        np.take_along_axis(p, r.tokens[:, None], 1)[:, 0] for p, r in zip(log_probs, answers)
+    ]
+    assert all(r.log_probs.dtype == np.float32 for r in answers)
+    gap = np.mean([np.abs(e - r.log_probs).mean() for e, r in zip(expected, answers)])
+    assert 1e-6 < gap < 0.1  # bfloat16 differs, and not by much

@@ -153,7 +153,8 @@ def test_both_layouts_and_another_device_give_the_same_tokens(engine, model):
     prompts = [[1, 2, 3], [9]]
     sampling = Sampling(6)
     one = engine.generate(unstacked, prompts, sampling=sampling)
-    stacked = transformer.stack_layers(unstacked)
+    layers = jax.tree.map(lambda *x: jnp.stack(x), *unstacked["layers"])
+    stacked = {**unstacked, "layers": layers}
     two = engine.generate(stacked, prompts, sampling=sampling)
     shapes = dataclasses.replace(SHAPES, batch_buckets=(2,), cache_buckets=(32,))
     elsewhere = Engine(config, shapes, tiny.EOS, device=jax.devices()[3])

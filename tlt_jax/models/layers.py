@@ -19,8 +19,8 @@ def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     return (wide * inverse).astype(x.dtype) * scale
 
 
-def linear(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [..., I] times w [*O, I] -> [..., *O].
+def linear(x: jax.Array, w: jax.Array, out_dtype=None) -> jax.Array:
+    """x [..., I] times w [*O, I] -> [..., *O], accumulated in `out_dtype` (default: that of x).
 
     For 2 to FEW_ROWS rows on a CPU the product is taken as w @ x^T, with both transposes
     materialised: 1.3 to 1.8 times as fast as x @ w^T there (EXPERIMENTS.md, "Few-row products").
@@ -30,11 +30,11 @@ def linear(x: jax.Array, w: jax.Array) -> jax.Array:
     x_MI, w_OI = x.reshape(rows, x.shape[-1]), w.reshape(-1, w.shape[-1]).astype(x.dtype)
 
     def plain(x_MI, w_OI):
-        return jnp.einsum("MI,OI->MO", x_MI, w_OI)
+        return jnp.einsum("MI,OI->MO", x_MI, w_OI, preferred_element_type=out_dtype)
 
     def weight_first(x_MI, w_OI):
         hold = jax.lax.optimization_barrier
-        return hold(w_OI @ hold(x_MI.T)).T
+        return hold(jnp.matmul(w_OI, hold(x_MI.T), preferred_element_type=out_dtype)).T
 
     if 1 < rows <= FEW_ROWS:
         y_MO = jax.lax.platform_dependent(x_MI, w_OI, cpu=weight_first, default=plain)
@@ -84,7 +84,7 @@ def attention(q_BTHC, k_BTKC, v_BTKC, mask_BTT, cached=None):
     k_tiles, v_BKSC, length_B = cached
     # The query rows of one key head, T * G of them, share its cached keys.
     q_BKXC = q_BTKGC.transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, C)
-    old_BKXS = cached_scores(q_BKXC, k_tiles).astype(dtype)
+    old_BKXS = cached_scores(q_BKXC, k_tiles)
     committed = jnp.arange(v_BKSC.shape[2])[None] < length_B[:, None]
     old_BKXS = jnp.where(committed[:, None, None, :], old_BKXS, -jnp.inf)
     new_BKXU = new_BKTGU.reshape(B, K, T * G, T)
@@ -99,18 +99,19 @@ def attention(q_BTHC, k_BTKC, v_BTKC, mask_BTT, cached=None):
 
 
 def cached_scores(q_BKXC: jax.Array, k_tiles: jax.Array) -> jax.Array:
-    """q times the cached keys [B, K, S/TILE, C, TILE] -> [B, K, X, S].
+    """q times the cached keys [B, K, S/TILE, C, TILE] -> [B, K, X, S], float32 (or float64).
 
     On a CPU few query rows are multiplied and summed outright: batched products of this size cost
     three times as much there (EXPERIMENTS.md, "Attention over the cache").
     """
     B, K, X, _ = q_BKXC.shape
+    dtype = jnp.promote_types(q_BKXC.dtype, jnp.float32)
 
     def products(q_BKXC, k_tiles):
-        return jnp.einsum("BKXC,BKNCW->BKXNW", q_BKXC, k_tiles)
+        return jnp.einsum("BKXC,BKNCW->BKXNW", q_BKXC, k_tiles, preferred_element_type=dtype)
 
     def sums(q_BKXC, k_tiles):
-        pairs = q_BKXC[:, :, None, :, :, None] * k_tiles[:, :, :, None]
+        pairs = q_BKXC.astype(dtype)[:, :, None, :, :, None] * k_tiles[:, :, :, None]
         return jnp.sum(pairs, axis=4).transpose(0, 1, 3, 2, 4)  # BKNXW -> BKXNW
 
     if X <= 8:

@@ -43,8 +43,9 @@ def token_log_probs(
 
 
 def _scores(hidden_ND, head_VD, temperature):
-    scores_NV = jnp.einsum("ND,VD->NV", hidden_ND, head_VD.astype(hidden_ND.dtype))
-    return scores_NV.astype(jnp.promote_types(scores_NV.dtype, jnp.float32)) / temperature
+    dtype = jnp.promote_types(hidden_ND.dtype, jnp.float32)
+    head_VD = head_VD.astype(hidden_ND.dtype)
+    return jnp.einsum("ND,VD->NV", hidden_ND, head_VD, preferred_element_type=dtype) / temperature
 
 
 def _slice(x, i, chunk):

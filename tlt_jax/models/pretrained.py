@@ -34,6 +34,7 @@ def load(path_or_id: str | os.PathLike, dtype=np.float32) -> Pretrained:
         config, params = gguf.read_model(reader, where, dtype)
     else:
         where = hf.resolve(path_or_id)
+        hf.read_config(where)  # a folder without a config is no model; say that first
         text = tokenizer.load_folder(where)
         config, params = hf.load(where, dtype)
     if text.vocab_size > config.vocab_size:

@@ -175,17 +175,19 @@ def head(config: ModelConfig, params: dict) -> jax.Array:
 
 def logits(config: ModelConfig, params: dict, hidden: jax.Array) -> jax.Array:
     """Scores [..., V] of hidden states [..., D], float32 (float64 in tests)."""
-    out = layers.linear(hidden, head(config, params))
-    return out.astype(jnp.promote_types(out.dtype, jnp.float32))
+    # Accumulated in float32: rounding scores to bfloat16 would tie the likeliest tokens.
+    return layers.linear(hidden, head(config, params), jnp.promote_types(hidden.dtype, jnp.float32))
 
 
 def unstack_layers(params: dict) -> dict:
-    """The decode layout of stacked parameters (copies the layers, shares the rest)."""
+    """Stacked parameters with their layers apart (copies the layers, shares the rest)."""
     L = params["layers"]["w_q"].shape[0]
     split = tuple(jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(L))
     return {**params, "layers": split}
 
 
-def stack_layers(params: dict) -> dict:
-    """The inverse of `unstack_layers`."""
-    return {**params, "layers": jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])}
+@functools.partial(jax.jit, static_argnums=0)
+def decode_layout(config: ModelConfig, params: dict) -> dict:
+    """What rollouts read: layers apart, in the dtype of the arithmetic, sharing no memory with
+    `params` (outputs of a program never do, unless arguments are donated)."""
+    return jax.tree.map(lambda x: x.astype(config.dtype), unstack_layers(params))

@@ -4,7 +4,11 @@ Read `train` from top to bottom to see one step.
 """
 
 import dataclasses
+import functools
+import resource
+import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Protocol
 
@@ -15,12 +19,12 @@ from tlt_jax.compile_clock import CompileClock
 from tlt_jax.config import Config
 from tlt_jax.events import EventLog
 from tlt_jax.metrics import MetricsWriter
-from tlt_jax.models import hf
+from tlt_jax.models import hf, hf_config, transformer
 from tlt_jax.rl import evaluate, policy
 from tlt_jax.rl.advantages import group_advantages
 from tlt_jax.rl.data import Prompt, PromptStream, load_prompts
 from tlt_jax.rl.graders import check_entry
-from tlt_jax.rl.packing import Sample
+from tlt_jax.rl.packing import BatchShape, Sample
 from tlt_jax.rl.policy_trainer import NonFiniteError, PolicyTrainer
 from tlt_jax.rl.rewards import RewardPool, Score, count_statuses, require_some_ok
 from tlt_jax.rl.rollout import Rollout, rollout
@@ -29,6 +33,7 @@ from tlt_jax.sharding.publish import Published, publish
 from tlt_jax.spec import noise
 from tlt_jax.spec.engine import Engine
 
+GAP_ALARM = 0.01  # share of tokens whose two probabilities may differ by more than 10 %
 PACKED_ROW_TOKENS = 256  # longer rows save little: attention is computed over the whole row
 
 
@@ -73,8 +78,20 @@ class Run:
         )
         # A training row holds the longest sample, or a whole group where that is still short.
         rollouts = config.rollout
+        self.per_step = rollouts.prompts * rollouts.samples
         group = longest + rollouts.samples * rollouts.max_new_tokens
         self.row_tokens = max(longest + rollouts.max_new_tokens, min(group, PACKED_ROW_TOKENS))
+        # What cannot work is refused now, not after minutes of work.
+        hf_config.render(self.policy.model)
+        total = longest + rollouts.max_new_tokens
+        if total > self.policy.model.max_context:
+            raise ValueError(
+                f"the longest prompt ({longest} tokens) and rollout.max_new_tokens="
+                f"{rollouts.max_new_tokens} exceed the model's context of "
+                f"{self.policy.model.max_context}; lower either"
+            )
+        BatchShape.within(config.trainer.micro_batch_tokens, self.row_tokens, self.per_step)
+        self.layout = functools.partial(transformer.decode_layout, self.policy.model)
         self.grader = config.reward.make_grader()
         for example in (*self.data.train, *self.data.held_out):
             check_entry(self.grader, example.entry)
@@ -108,7 +125,7 @@ def train(config: Config, workdir: Path, progress: Progress) -> Summary:
     try:
         run.pool.load(run.grader, run.data.train[0].entry)
         trainer = _warmed_up_trainer(run)
-        published = publish(trainer.state.params, 0)
+        published = publish(run.layout, trainer.state.params, 0)
         if run.held_out:
             run.record({"content/step": 0, **_evaluation(run, published)})
         for step in range(1, config.steps + 1):
@@ -130,7 +147,13 @@ def _warmed_up_trainer(run: Run) -> PolicyTrainer:
     if warm.steps:
         samples = supervised_samples(run.data.train, run.policy.tokenizer, warm)
         longest = max(s.tokens for s in samples)
-        supervised = dataclasses.replace(config.trainer, learning_rate=warm.learning_rate)
+        supervised = dataclasses.replace(
+            config.trainer,
+            learning_rate=warm.learning_rate,
+            schedule="constant",
+            warmup_steps=0,
+            weight_decay=0.0,
+        )
         teacher = PolicyTrainer(
             run.policy.model, supervised, params, row_tokens=longest, samples=warm.batch
         )
@@ -138,13 +161,12 @@ def _warmed_up_trainer(run: Run) -> PolicyTrainer:
         with run.events.span("warm-up"):
             warm_up(teacher, samples, warm, run.progress.advance)
         params = teacher.state.params
-    per_step = config.rollout.prompts * config.rollout.samples
     return PolicyTrainer(
         run.policy.model,
         config.trainer,
         params,
         row_tokens=run.row_tokens,
-        samples=per_step,
+        samples=run.per_step,
         temperature=config.rollout.temperature,
     )
 
@@ -199,8 +221,8 @@ def _step(run: Run, trainer: PolicyTrainer, published: Published, step: int) -> 
     with events.span("update"):
         update = _update(run, trainer, judged, step)
     update_seconds = events.now() - updating
-    with events.span("publish"):
-        published = publish(trainer.state.params, step)
+    with events.span("publish", version=step):
+        published = publish(run.layout, trainer.state.params, step)
     due = step % config.evaluation.every == 0 or step == config.steps
     evaluation = _evaluation(run, published) if due else {}
     run.record(
@@ -210,6 +232,8 @@ def _step(run: Run, trainer: PolicyTrainer, published: Published, step: int) -> 
             "pace/update_seconds": update_seconds,
             "pace/logprob_gap_mean": update["logp_gap_mean"],
             "pace/logprob_gap_max": update["logp_gap_max"],
+            "pace/logprob_gap_outside": update["logp_gap_outside"],
+            "pace/peak_memory_gb": peak_memory_gb(),
             **_rollout_pace(judged),
             "pace/compile_seconds": run.compiling.seconds - compiled,
             "pace/step_seconds": events.now() - began,
@@ -231,6 +255,13 @@ def _update(run: Run, trainer: PolicyTrainer, judged: Judged, step: int) -> dict
             "weights"
         ) from error
     jax.block_until_ready(trainer.state)
+    if update["logp_gap_outside"] > GAP_ALARM:
+        warnings.warn(
+            f"RL step {step}: {update['logp_gap_outside']:.1%} of the tokens have a trainer "
+            "probability more than 10 % off the one they were sampled with; are the published "
+            "weights those of the trainer?",
+            stacklevel=2,
+        )
     return update
 
 
@@ -295,3 +326,9 @@ def _rollout(run: Run, published, prompts, samples: int, sampling, what: str) ->
         events=run.events,
         on_finish=run.progress.advance,
     )
+
+
+def peak_memory_gb() -> float:
+    """The most memory that this process has held, gigabytes."""
+    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

@@ -78,7 +78,7 @@ def rollout(
 ) -> Rollout:
     """Sample `samples` responses to each prompt and grade them as they finish.
 
-    params: published weights (`transformer.unstack_layers`). on_finish is called once per finished
+    params: published weights (`transformer.decode_layout`). on_finish is called once per finished
     response, for a progress bar.
     """
     groups = [Group(p.ids, p.draw, samples, p.domain) for p in prompts]

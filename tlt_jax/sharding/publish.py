@@ -5,24 +5,17 @@ published copy is never donated and carries a version, to which caches and featu
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
-
-from tlt_jax.models import transformer
 
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    params: dict  # unstacked layout
+    params: dict  # in the layout of decoding
     version: int  # RL steps behind it
 
 
-def publish(params: dict, version: int) -> Published:
-    """Copy stacked training weights into the decode layout, in one program, and wait for it."""
-    return Published(jax.block_until_ready(_copy(params)), version)
-
-
-@jax.jit
-def _copy(params: dict) -> dict:
-    # Outputs of a program never share memory with arguments that are not donated.
-    return transformer.unstack_layers(params)
+def publish(layout: Callable[[dict], dict], params: dict, version: int) -> Published:
+    """Copy training weights by `layout` (one program, as `transformer.decode_layout`) and wait."""
+    return Published(jax.block_until_ready(layout(params)), version)

@@ -117,6 +117,7 @@ class Engine:
         self.model, self.config, self.eos_ids = model, config, tuple(eos_ids)
         self.sharding = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
         self.pool = ProgramPool()
+        self._structs: dict[tuple, object] = {}  # shapes of program arguments, by what they are
 
     def generate(
         self,
@@ -129,8 +130,8 @@ class Engine:
     ) -> list[list[Response]]:
         """`samples` responses to each prompt, in the order of the prompts.
 
-        params: either layout; unstacked ones (`transformer.unstack_layers`) are used as they are,
-        stacked ones are copied first. Prompt i is draw i of the domain `noise.GENERATE` under the
+        params: either layout; those of `transformer.decode_layout` are used as they are, stacked
+        ones are copied into it first. Prompt i is draw i of the domain `noise.GENERATE` under the
         run key `seed`: the same call gives the same tokens whatever the buckets.
         """
         groups = [
@@ -145,9 +146,16 @@ class Engine:
     def start(
         self, params: dict, groups: Sequence[Group], *, sampling: Sampling, run_key: jax.Array
     ) -> Session:
-        """Check everything, compile what is missing, and queue the groups in order."""
+        """Check everything, compile what is missing, and queue the groups in order.
+
+        sampling: of every group that brings none of its own.
+        """
+        groups = [
+            g if g.sampling is not None else dataclasses.replace(g, sampling=sampling)
+            for g in groups
+        ]
         if isinstance(params["layers"], dict):
-            params = transformer.unstack_layers(params)
+            params = transformer.decode_layout(self.model, params)
         params = jax.device_put(params, self.sharding)
         if jax.random.key_impl(run_key) != "threefry2x32":
             raise ValueError(
@@ -156,7 +164,7 @@ class Engine:
             )
         seen = set()
         for group in groups:
-            self._check(group, sampling)
+            self._check(group)
             if (group.domain, group.draw) in seen:
                 raise ValueError(
                     f"two groups share domain {group.domain} and draw {group.draw}, so their "
@@ -164,11 +172,11 @@ class Engine:
                 )
             seen.add((group.domain, group.draw))
         run_key = jax.device_put(run_key, self.sharding)
-        self.compile(params, groups, sampling, run_key)
-        return Session(self, params, groups, sampling, run_key)
+        self.compile(params, groups, run_key)
+        return Session(self, params, groups, run_key)
 
-    def _check(self, group: Group, sampling: Sampling):
-        n, c = len(group.prompt), self.config
+    def _check(self, group: Group):
+        n, c, sampling = len(group.prompt), self.config, group.sampling
         if not n:
             raise ValueError(f"the prompt of draw {group.draw} is empty; give at least one token")
         if group.members < 1:
@@ -203,13 +211,14 @@ class Engine:
 
     # Programs. A name tells everything that distinguishes a program within one engine.
 
-    def compile(self, params: dict, groups, sampling: Sampling, run_key: jax.Array):
+    def compile(self, params: dict, groups: Sequence[Group], run_key: jax.Array):
         """Compile every program that these groups can need, so that nothing compiles later."""
         c = self.config
         start = bucket_for(c.batch_buckets, sum(g.members for g in groups))
         longest = max((len(g.prompt) for g in groups), default=1)
         first = self.cache_bucket(longest)
-        last = max(first, bucket_for(c.cache_buckets, longest + sampling.max_new_tokens))
+        total = max((len(g.prompt) + g.sampling.max_new_tokens for g in groups), default=1)
+        last = max(first, bucket_for(c.cache_buckets, total))
         batches = [b for b in c.batch_buckets if b <= start]
         caches = [s for s in c.cache_buckets if first <= s <= last]
         self.empty_program(start, first)
@@ -236,13 +245,20 @@ class Engine:
         return bucket_for(self.config.cache_buckets, room)
 
     def state_struct(self, rows: int, slots: int):
-        return self._struct(partial(states.empty, self.model, rows, slots))
+        return self._struct("state", states.empty, self.model, rows, slots)
 
-    def _struct(self, function, *args):
-        tree = jax.eval_shape(function, *args)
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding), tree
-        )
+    def _struct(self, name: str, function, *static):
+        """Shapes and placement of what `function` gives for static arguments; worked out once,
+        because every dispatch asks."""
+        if (name, *static) not in self._structs:
+            tree = jax.eval_shape(partial(function, *static))
+            self._structs[name, *static] = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding), tree
+            )
+        return self._structs[name, *static]
+
+    def _ints(self, *shape: int):
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.sharding)
 
     def decode_program(self, params, B: int, S: int):
         function = partial(
@@ -256,23 +272,20 @@ class Engine:
         return self.pool.get(f"decode rows={B} slots={S}", function, *args, donate=(1,))
 
     def prefill_program(self, params, P: int, T: int):
-        tokens = self._struct(lambda: jnp.zeros((P, T), jnp.int32))
-        lengths = self._struct(lambda: jnp.zeros((P,), jnp.int32))
-        function = partial(prefill, self.model)
-        return self.pool.get(f"prefill prompts={P} tokens={T}", function, params, tokens, lengths)
+        function, args = partial(prefill, self.model), (params, self._ints(P, T), self._ints(P))
+        return self.pool.get(f"prefill prompts={P} tokens={T}", function, *args)
 
     def admit_program(self, B: int, S: int, P: int, T: int, run_key):
-        prefix = self._struct(partial(kv_cache.empty, self.model, P, T))
-        new = self._struct(partial(states.no_new_rows, B))
+        prefix = self._struct("prefix", kv_cache.empty, self.model, P, T)
+        new = self._struct("new rows", states.no_new_rows, B)
         args = (self.state_struct(B, S), prefix, new, run_key)
         name = f"admit rows={B} slots={S} prompts={P} tokens={T}"
         return self.pool.get(name, states.admit, *args, donate=(0,))
 
     def resize_program(self, B: int, S: int, to_B: int, to_S: int):
         function = partial(states.take_rows, slots=to_S)
-        rows = self._struct(lambda: jnp.zeros((to_B,), jnp.int32))
         name = f"resize {B}x{S} to {to_B}x{to_S}"
-        return self.pool.get(name, function, self.state_struct(B, S), rows)
+        return self.pool.get(name, function, self.state_struct(B, S), self._ints(to_B))
 
     def empty_program(self, B: int, S: int):
         function = partial(states.empty, self.model, B, S)

@@ -37,6 +37,7 @@ class Group:
     draw: int  # global draw counter
     members: int
     domain: int  # noise.TRAIN, noise.EVALUATE or noise.GENERATE
+    sampling: Sampling | None = None  # None: as the call that the group is handed to says
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from tlt_jax.models.kv_cache import KVCache
 from tlt_jax.spec.programs import bucket_for
-from tlt_jax.spec.request import Group, Response, Sampling
+from tlt_jax.spec.request import Group, Response
 from tlt_jax.spec.round import Emitted
 from tlt_jax.spec.state import DecodeState, no_new_rows
 
@@ -52,10 +52,8 @@ class Prefix:
 class Session:
     """Drives one queue of groups through an engine's programs; made by `Engine.start`."""
 
-    def __init__(
-        self, engine, params: dict, groups: Sequence[Group], sampling: Sampling, run_key: jax.Array
-    ):
-        self.engine, self.params, self.sampling, self.run_key = engine, params, sampling, run_key
+    def __init__(self, engine, params: dict, groups: Sequence[Group], run_key: jax.Array):
+        self.engine, self.params, self.run_key = engine, params, run_key
         self.queue = collections.deque((g, member) for g in groups for member in range(g.members))
         self.prefixes: dict[Group, tuple[Prefix, int]] = {}
         self.in_flight: Emitted | None = None
@@ -110,18 +108,19 @@ class Session:
         for b, row in enumerate(self.rows):
             if row is None:
                 continue
-            count = int(np.sum(emitted.token[b] >= 0))
-            tokens = emitted.token[b, :count]
+            # Indexing by a mask copies, so that a long row does not keep whole segments alive.
+            kept = emitted.token[b] >= 0
+            tokens = emitted.token[b][kept]
             if np.any(tokens >= self.engine.model.vocab_size):
                 raise FloatingPointError(
                     f"the model's logits are NaN at draw {row.group.draw}, member {row.member}, "
                     f"response token {row.emitted}; check the weights"
                 )
             row.tokens.append(tokens)
-            row.log_probs.append(emitted.log_prob[b, :count])
+            row.log_probs.append(emitted.log_prob[b][kept])
             if emitted.features is not None:
-                row.features.append(emitted.features[b, :count])
-            row.emitted += count
+                row.features.append(emitted.features[b][kept])
+            row.emitted += len(tokens)
             reason = self._finish_reason(row, tokens)
             if reason is not None:
                 finished.append(row.response(reason))
@@ -131,7 +130,7 @@ class Session:
     def _finish_reason(self, row: Row, tokens: np.ndarray) -> str | None:
         if tokens[-1] in self.engine.eos_ids:
             return "stop"
-        return "length" if row.emitted == self.sampling.max_new_tokens else None
+        return "length" if row.emitted == row.group.sampling.max_new_tokens else None
 
     def _admit(self):
         """Give free rows to waiting responses; a prompt is prefilled once for all its members."""
@@ -152,7 +151,6 @@ class Session:
         for group in groups:
             by_bucket.setdefault(engine.prompt_bucket(len(group.prompt)), []).append(group)
         for T, waiting in sorted(by_bucket.items()):
-            self._grow_to(T)
             while waiting:
                 P = max(p for p in engine.config.prefill_rows if p <= len(waiting))
                 batch, waiting = waiting[:P], waiting[P:]
@@ -172,11 +170,12 @@ class Session:
             row = self.rows[b]
             prefix, new.source[b] = self.prefixes[row.group]
             new.token[b] = row.group.prompt[-1]
-            new.limit[b] = len(row.group.prompt) + self.sampling.max_new_tokens
+            sampling = row.group.sampling
+            new.limit[b] = len(row.group.prompt) + sampling.max_new_tokens
             new.domain[b], new.draw[b], new.member[b] = row.group.domain, row.group.draw, row.member
-            new.sampling.temperature[b] = self.sampling.temperature
-            new.sampling.top_p[b] = self.sampling.top_p
-            new.sampling.top_k[b] = self.sampling.top_k
+            new.sampling.temperature[b] = sampling.temperature
+            new.sampling.top_p[b] = sampling.top_p
+            new.sampling.top_k[b] = sampling.top_k
         program = engine.admit_program(
             len(self.rows), self.slots, prefix.prompts, prefix.tokens, self.run_key
         )
@@ -199,9 +198,8 @@ class Session:
     def _grow(self):
         """Make room for what the next segment can write."""
         ahead = self.engine.config.segment_rounds
-        most = self.sampling.max_new_tokens
         ends = [
-            len(row.group.prompt) - 1 + min(row.emitted + ahead, most)
+            len(row.group.prompt) - 1 + min(row.emitted + ahead, row.group.sampling.max_new_tokens)
             for row in self.rows
             if row is not None
         ]
