@@ -17,7 +17,7 @@ from absl import app, flags
 from tlt_jax import atomic
 from tlt_jax.models import pretrained
 from tlt_jax.rl.data import record_example
-from tlt_jax.rl.prompt_file import read_prompt_file
+from tlt_jax.rl.prompt_file import PromptRecord, read_prompt_file
 from tlt_jax.spec.engine import Engine, EngineConfig
 from tlt_jax.spec.request import Response, Sampling
 
@@ -29,7 +29,7 @@ MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest response."
 TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "0 is greedy.")
 TOP_P = flags.DEFINE_float("top_p", 1.0, "Smallest set of this mass; 1 keeps everything.")
 TOP_K = flags.DEFINE_integer("top_k", 0, "The k likeliest tokens; 0 keeps everything.")
-SEED = flags.DEFINE_integer("seed", 0, "Of the noise.")
+SEED = flags.DEFINE_integer("seed", 0, "Of the noise.", lower_bound=0, upper_bound=2**32 - 1)
 ROWS = flags.DEFINE_integer("rows", 32, "Responses decoded together.", lower_bound=1)
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of the arithmetic.")
 
@@ -56,17 +56,42 @@ def main(argv):
         if out.exists():
             raise ValueError(f"--out={out} exists; choose another file or remove it")
         records = read_prompt_file(PROMPTS.value)
-        # Fails now rather than after the sampling where the folder cannot be written.
-        atomic.write_text(out, "")
-        out.unlink()
+        check_writable(out)
         model = pretrained.load(MODEL.value)
         generate(model, records, sampling, out)
     except (ValueError, OSError) as error:
+        # What users can mend comes as one sentence; anything else keeps its traceback.
         raise SystemExit(str(error)) from None
 
 
-def generate(model: pretrained.Pretrained, records, sampling: Sampling, out: Path):
+def check_writable(out: Path):
+    """Fail now, rather than after the sampling, where the file cannot be written."""
+    try:
+        atomic.write_text(out, "")
+        out.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"--out={out} cannot be written: {error.strerror}; choose another place"
+        ) from None
+
+
+def encode(records: list[PromptRecord], model: pretrained.Pretrained, new_tokens: int) -> list:
+    """Token ids of each prompt; ValueError names the line of one that the model has no room for."""
     prompts = [record_example(r, PROMPTS.value, model.tokenizer).ids for r in records]
+    for record, ids in zip(records, prompts):
+        if len(ids) + new_tokens > model.config.max_context:
+            raise ValueError(
+                f"{PROMPTS.value}:{record.line}: {len(ids)} tokens and --max_new_tokens="
+                f"{new_tokens} exceed the model's context of {model.config.max_context}; shorten "
+                "the prompt or lower --max_new_tokens"
+            )
+    return prompts
+
+
+def generate(
+    model: pretrained.Pretrained, records: list[PromptRecord], sampling: Sampling, out: Path
+):
+    prompts = encode(records, model, sampling.max_new_tokens)
     config = EngineConfig.fit(
         rows=min(ROWS.value, len(prompts) * SAMPLES.value),
         prompt_tokens=max(len(p) for p in prompts),

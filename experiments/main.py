@@ -34,11 +34,13 @@ def prepare_workdir(workdir: Path, config: Config):
 
     Raises SystemExit with one sentence where it cannot be written or already holds a run.
     """
-    if (workdir / "metrics.jsonl").exists():
-        raise SystemExit(
-            f"--workdir={workdir} already holds a run (metrics.jsonl); choose another folder or "
-            "remove it"
-        )
+    for name in ("metrics.jsonl", "policy"):
+        # A start that failed leaves an empty file of metrics.
+        if (workdir / name).exists() and (workdir / name).stat().st_size:
+            raise SystemExit(
+                f"--workdir={workdir} already holds a run ({name}); choose another folder or "
+                "remove this one"
+            )
     record = {
         "config": to_dict(config),
         "command": sys.argv,
@@ -126,10 +128,16 @@ def main(argv):
 def parse_flags(argv: list[str]) -> list[str]:
     """absl's parsing, with one sentence in place of a traceback for a wrong setting."""
     try:
-        return flags.FLAGS(argv)
+        rest = flags.FLAGS(argv)
+        if CONFIG.value is not None:
+            CONFIG.value.keys()  # a file that is not there raises at the first look only
+        return rest
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-        # ml_collections hands on the text of a KeyError, quotes and escaped line ends included.
+        # The text of a KeyError comes in quotes, with escaped line ends.
         text = " ".join(str(error).replace("\\n", " ").replace("\\'", "'").split())
+        if isinstance(error, (AttributeError, KeyError)):
+            name = text.strip("\"'").replace("' ", ". ")
+            text = f"no such setting: {name} (tlt_jax/config.py leads to all of them)"
         raise SystemExit(f"wrong command line: {text}") from None
 
 

@@ -16,7 +16,8 @@ class TerminalProgress:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
         )
-        self.bar = Progress(*columns, console=self.console, transient=True)
+        hidden = not self.console.is_terminal  # else it leaves an empty line
+        self.bar = Progress(*columns, console=self.console, transient=True, disable=hidden)
         self.task = self.bar.add_task("start", total=None)
 
     def __enter__(self) -> "TerminalProgress":

@@ -69,6 +69,12 @@ def edited(changes: dict) -> dict:
         ({"reward.extractor": "guess"}, ValueError, r"extractor='guess' is unknown; known:"),
         ({"warm_up.wrong": 1.0}, ValueError, r"wrong=1\.0 must lie in \[0, 1\)"),
         ({"policy.dtype": "float16"}, ValueError, r"dtype='float16'"),
+        ({"seed": 2**32}, ValueError, r"seed=4294967296 must lie in \[0, 2\^32\)"),
+        ({"rollout.samples": 1}, ValueError, r"rollout\.samples=1: .*at least 2"),
+        ({"evaluation.prompts": -1}, ValueError, r"prompts=-1 must be at least 0"),
+        ({"data.tasks": {"gcd": {"wieght": 2}}}, ValueError, r"tasks\.gcd\.wieght is no known"),
+        ({"data.tasks": {"gcd": {"weight": "x"}}}, ValueError, r"gcd\.weight='x' must be a number"),
+        ({"data.tasks": {"gcd": 3}}, ValueError, r"tasks\.gcd=3 must be a section"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(change, error, words):

@@ -32,8 +32,13 @@ class Config:
     def __post_init__(self):
         if self.steps < 1:
             raise ValueError(f"steps={self.steps} must be at least 1")
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed} must not be negative")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed} must lie in [0, 2^32): keys take 32 bits of it")
+        if self.rollout.samples < 2:
+            raise ValueError(
+                f"rollout.samples={self.rollout.samples}: a response is compared with the others "
+                "to its prompt, so there must be at least 2"
+            )
         if self.rollout.top_p < 1 or self.rollout.top_k > 0:
             raise ValueError(
                 f"rollout.top_p={self.rollout.top_p}, top_k={self.rollout.top_k}: training needs "
@@ -43,7 +48,7 @@ class Config:
         if self.evaluation.prompts > self.data.eval_size:
             raise ValueError(
                 f"evaluation.prompts={self.evaluation.prompts} is more than data.eval_size="
-                f"{self.data.eval_size}; raise the latter"
+                f"{self.data.eval_size}; raise the latter, or set evaluation.prompts=0 for none"
             )
 
 

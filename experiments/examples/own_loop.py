@@ -11,8 +11,7 @@ from tlt_jax.spec.engine import Engine, EngineConfig
 from tlt_jax.spec.request import Group, Sampling
 
 
-def main():
-    model = pretrained.load("smollm2")
+def main(model: pretrained.Pretrained):
     text = model.tokenizer
     questions = ["Name a colour of the rainbow.", "What is two plus three?"]
     prompts = [text.chat([{"role": "user", "content": q}]) for q in questions]
@@ -34,4 +33,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(pretrained.load("smollm2"))

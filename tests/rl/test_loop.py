@@ -1,5 +1,6 @@
 """The whole loop on the tiny model: what is identical to what, and what stops it."""
 
+import dataclasses
 import functools
 import json
 
@@ -111,6 +112,43 @@ def test_a_step_in_which_all_gradings_fail_stops_the_run(tmp_path):
         run(tmp_path / "none", **{"reward.grader": grader})
 
 
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            {"policy.max_context": 64},
+            r"longest prompt \(\d+ tokens\) and rollout\.max_new_tokens=4 exceed the model's "
+            r"context of 64; .*data\.max_prompt_tokens=60",
+        ),
+        ({"rollout.max_new_tokens": 300, "trainer.micro_batch_tokens": 300}, r"one row of 3\d\d"),
+        ({"reward.grader": "exact"}, r"chain_sum, State the final.*grader='exact' needs 'answer'"),
+        ({"policy.width": 60, "policy.num_heads": 8}, r"width=60, num_heads=8 together"),
+        ({"policy.dtype": "float64"}, r"policy\.dtype='float64' needs .*JAX_ENABLE_X64=1"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_warm_up(tmp_path, monkeypatch, changes, words):
+    monkeypatch.delattr(loop, "warm_up")
+    with jax.enable_x64(False), pytest.raises(ValueError, match=words):
+        run(tmp_path / "run", **changes)
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_line_of_a_file_without_an_answer_is_refused_before_the_warm_up(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "1 + 1 = ", "answer": "2"}\n{"prompt": "what?"}\n')
+    config = smoke(**{"warm_up.steps": 0})
+    data = dataclasses.replace(config.data, tasks=(), train_file=str(file), eval_size=0)
+    reward = dataclasses.replace(config.reward, grader="exact")
+    evaluation = dataclasses.replace(config.evaluation, prompts=0)
+    config = dataclasses.replace(config, data=data, reward=reward, evaluation=evaluation)
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, what\?: grader='exact' needs 'answer'"):
+        loop.train(config, tmp_path, Silent())
+    file.write_text(file.read_text().replace('"what?"', '"2 + 2 = ", "answer": "4"'))
+    summary = loop.train(config, tmp_path, Silent())
+    # No held-out prompts, so no evaluation: neither before the first step nor after the last.
+    assert [set(line) for line in summary.lines] == [metrics.STEP_KEYS] * 2
+
+
 def test_a_nan_weight_stops_the_run_before_anything_is_learnt(tmp_path, monkeypatch):
     load = loop.policy.load
 
@@ -146,23 +184,6 @@ def test_publishing_copies_so_that_an_update_cannot_delete_what_a_rollout_reads(
     assert found.params["embed"].is_deleted()
     np.testing.assert_array_equal(published.params["embed"], before)
     assert published.version == 3
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"rollout.max_new_tokens": 500}, r"exceed the model's context of 512; lower either"),
-        ({"trainer.micro_batch_tokens": 16}, r"micro_batch_tokens=16 is less than one row"),
-        ({"policy.width": 60, "policy.num_heads": 8}, r"no transformers family"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_the_warm_up(tmp_path, monkeypatch, change, words):
-    def no_work(*_):
-        raise AssertionError("work was done before the refusal")
-
-    monkeypatch.setattr(loop, "warm_up", no_work)
-    with pytest.raises(ValueError, match=words):
-        run(tmp_path / "bad", **change)
 
 
 def test_stale_published_weights_raise_an_alarm(tmp_path, monkeypatch):

@@ -35,6 +35,7 @@ NAMES |= {
     )
     for kind, word in (("w", "weight"), ("b", "bias"))
 }
+FAMILIES = ("llama", "qwen2")
 FREQUENCY_FACTORS = "rope_freqs.weight"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -55,14 +56,20 @@ def find_smollm2() -> Path:
 
 
 def open_file(path) -> gguf.GGUFReader:
-    """A reader over a GGUF file; FileNotFoundError or ValueError name the file."""
+    """A reader over a GGUF file; FileNotFoundError or ValueError name the file.
+
+    A family that is not supported is refused here, before anything else of it is read.
+    """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"GGUF file {str(path)!r} does not exist")
     try:
-        return gguf.GGUFReader(path)
+        reader = gguf.GGUFReader(path)
     except (ValueError, IndexError, OSError) as e:
         raise ValueError(f"{path} is damaged, truncated or not a GGUF file ({e})") from e
+    if (family := value(reader, "general.architecture")) not in FAMILIES:
+        raise ValueError(f"{path}: GGUF family {family!r} is not supported; use llama or qwen2")
+    return reader
 
 
 def value(reader: gguf.GGUFReader, name: str, default=None):
@@ -112,8 +119,6 @@ def _unpermute(x: np.ndarray, heads: int) -> np.ndarray:
 
 def _config(reader: gguf.GGUFReader, tensors: dict, where: str) -> ModelConfig:
     family = value(reader, "general.architecture")
-    if family not in ("llama", "qwen2"):
-        raise ValueError(f"{where}: GGUF family {family!r} is not supported; use llama or qwen2")
     if (parts := value(reader, "split.count", 1)) > 1:
         raise ValueError(f"{where} is one of {parts} parts; join them with gguf-split --merge")
     if (kind := value(reader, "general.type", "model")) != "model":

@@ -8,6 +8,7 @@ import functools
 import json
 from pathlib import Path
 
+import jinja2
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -58,14 +59,20 @@ class Tokenizer:
     def chat(self, messages: list[dict]) -> list[int]:
         """Ids of a conversation up to where the assistant answers; the template adds any BOS.
 
-        messages: dictionaries with `role` and `content`. Raises ValueError without a template.
+        messages: dictionaries with `role` and `content`. Raises ValueError without a template, and
+        for messages that the template refuses (many want user and assistant to alternate).
         """
         if not self.fast.chat_template:
             raise ValueError(
                 "this tokenizer has no chat template, so 'messages' cannot be encoded; "
                 "give a raw 'prompt' instead or add chat_template.jinja to the model folder"
             )
-        text = self.fast.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self.fast.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the model's chat template refuses 'messages': {error}") from None
         return list(self.fast.encode(text, add_special_tokens=False))
 
     def decode(self, ids, *, specials: bool = False) -> str:

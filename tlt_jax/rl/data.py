@@ -40,8 +40,8 @@ class DataConfig:
 
     def __post_init__(self):
         if isinstance(self.tasks, Mapping):
-            specs = ({"name": label} | dict(spec) for label, spec in self.tasks.items())
-            object.__setattr__(self, "tasks", tuple(Task(**spec) for spec in specs))
+            named = tuple(_named_task(label, spec) for label, spec in self.tasks.items())
+            object.__setattr__(self, "tasks", named)
         object.__setattr__(self, "tasks", tuple(self.tasks))
         if bool(self.tasks) == bool(self.train_file):
             raise ValueError(
@@ -63,6 +63,18 @@ class DataConfig:
         for name in ("seed", "eval_seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+
+
+def _named_task(label: str, spec: Any) -> Task:
+    known = ("name", "weight", "params")
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("params", {}), Mapping):
+        raise ValueError(f"tasks.{label}={spec!r} must be a section with some of {known}")
+    if unknown := sorted(set(spec) - set(known)):
+        raise ValueError(f"tasks.{label}.{unknown[0]} is no known setting; known here: {known}")
+    weight = spec.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise ValueError(f"tasks.{label}.weight={weight!r} must be a number")
+    return Task(**{"name": label} | dict(spec))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,11 +160,17 @@ def _file_examples(path: str, tokenizer: Tokenizer) -> list[Example]:
 
 
 def record_example(record: PromptRecord, path: str, tokenizer: Tokenizer) -> Example:
-    """Return the example of one line of a prompt file: `prompt` as it is, `messages` as a chat."""
+    """Return the example of one line of a prompt file: `prompt` as it is, `messages` as a chat.
+
+    Raises ValueError naming the line whose messages the chat template refuses.
+    """
     if record.prompt is not None:
         ids, text = tokenizer.encode(record.prompt), record.prompt
     else:
-        ids = tokenizer.chat(record.messages)
+        try:
+            ids = tokenizer.chat(record.messages)
+        except ValueError as error:
+            raise ValueError(f"{path}:{record.line}: {error}") from None
         text = "\n".join(f"{message['role']}: {message['content']}" for message in record.messages)
     return Example(tuple(ids), text, path, record.fields)
 

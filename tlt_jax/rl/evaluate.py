@@ -10,7 +10,8 @@ class EvaluationConfig:
     """pass@1 on held-out prompts: before the first step, every `every` steps, and at the end.
 
     The same prompts with the same noise every time, so that two evaluations differ by the policy
-    alone. Sampled at `temperature` (0: greedy), `samples` responses to each of `prompts` prompts.
+    alone. Sampled at `temperature` (0: greedy), `samples` responses to each of `prompts` prompts;
+    0 prompts: no evaluation.
     """
 
     every: int = 10
@@ -19,9 +20,9 @@ class EvaluationConfig:
     temperature: float = 1.0
 
     def __post_init__(self):
-        for name in ("every", "prompts", "samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name, least in (("every", 1), ("prompts", 0), ("samples", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
 
 
 def accuracy(rollout: Rollout) -> float:

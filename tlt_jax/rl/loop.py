@@ -81,25 +81,32 @@ class Run:
         self.per_step = rollouts.prompts * rollouts.samples
         group = longest + rollouts.samples * rollouts.max_new_tokens
         self.row_tokens = max(longest + rollouts.max_new_tokens, min(group, PACKED_ROW_TOKENS))
-        # What cannot work is refused now, not after minutes of work.
-        hf_config.render(self.policy.model)
-        total = longest + rollouts.max_new_tokens
-        if total > self.policy.model.max_context:
-            raise ValueError(
-                f"the longest prompt ({longest} tokens) and rollout.max_new_tokens="
-                f"{rollouts.max_new_tokens} exceed the model's context of "
-                f"{self.policy.model.max_context}; lower either"
-            )
-        BatchShape.within(config.trainer.micro_batch_tokens, self.row_tokens, self.per_step)
         self.layout = functools.partial(transformer.decode_layout, self.policy.model)
         self.grader = config.reward.make_grader()
-        for example in (*self.data.train, *self.data.held_out):
-            check_entry(self.grader, example.entry)
+        self._check(longest)
         self.pool = RewardPool(config.reward.num_workers, config.reward.deadline_s)
         self.metrics = MetricsWriter(workdir / "metrics.jsonl")
         self.events = EventLog(workdir / "events.jsonl")
         self.compiling = CompileClock()
         self.lines: list[dict] = []
+
+    def _check(self, longest: int):
+        """Refuse now what would stop the run later, after work that would be lost."""
+        hf_config.render(self.policy.model)
+        new = self.config.rollout.max_new_tokens
+        if longest + new > (context := self.policy.model.max_context):
+            raise ValueError(
+                f"the longest prompt ({longest} tokens) and rollout.max_new_tokens={new} exceed "
+                f"the model's context of {context}; lower max_new_tokens, or set "
+                f"data.max_prompt_tokens={max(1, context - new)} with data.drop_long=True"
+            )
+        budget = self.config.trainer.micro_batch_tokens
+        BatchShape.within(budget, self.row_tokens, self.per_step)
+        for example in (*self.data.train, *self.data.held_out):
+            try:
+                check_entry(self.grader, example.entry)
+            except ValueError as error:
+                raise ValueError(f"{example.task}, {example.text:.60}: {error}") from None
 
     def close(self):
         self.pool.close()

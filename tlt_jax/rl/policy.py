@@ -46,7 +46,15 @@ class Policy:
 
 
 def load(config: PolicyConfig, key: jax.Array) -> Policy:
-    """The policy at the start of a run. `key` draws random weights where there is no path."""
+    """The policy at the start of a run. `key` draws random weights where there is no path.
+
+    Raises ValueError for float64 where JAX has it switched off, and as `pretrained.load` does.
+    """
+    if config.dtype == "float64" and not jax.config.jax_enable_x64:
+        raise ValueError(
+            "policy.dtype='float64' needs JAX's 64-bit mode; set the environment variable "
+            "JAX_ENABLE_X64=1, or use float32"
+        )
     if config.path:
         # Parameters stay float64 where the arithmetic is (tests), else they are float32.
         dtype = jnp.promote_types(config.dtype, jnp.float32)
