@@ -64,6 +64,7 @@ def edited(changes: dict) -> dict:
         ({"reward.extractor": 3}, TypeError, r"config\.reward\.extractor=3 must be of type str"),
         ({"steps": 0}, ValueError, r"steps=0 must be at least 1"),
         ({"trainer.schedule": "step"}, ValueError, r"config\.trainer: schedule='step'"),
+        ({"rollout.temperature": 0.0}, ValueError, r"rollout\.temperature=0: all responses"),
         ({"rollout.top_p": 0.9}, ValueError, r"rollout\.top_p=0\.9.*top_p=1, top_k=0"),
         ({"evaluation.prompts": 1000}, ValueError, r"evaluation\.prompts=1000.*data\.eval_size"),
         ({"reward.extractor": "guess"}, ValueError, r"extractor='guess' is unknown; known:"),

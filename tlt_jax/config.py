@@ -34,6 +34,11 @@ class Config:
             raise ValueError(f"steps={self.steps} must be at least 1")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must lie in [0, 2^32): keys take 32 bits of it")
+        if self.rollout.temperature == 0:
+            raise ValueError(
+                "rollout.temperature=0: all responses to a prompt would be the same, and nothing "
+                "could be learned from comparing them; set it above 0"
+            )
         if self.rollout.samples < 2:
             raise ValueError(
                 f"rollout.samples={self.rollout.samples}: a response is compared with the others "

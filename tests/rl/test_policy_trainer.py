@@ -266,3 +266,13 @@ def test_bad_settings_are_named():
             TrainerConfig(**settings)
     with pytest.raises(ValueError, match="no response token"):
         make().update([Sample(np.array([1]), np.array([], int), 1.0, np.array([]))])
+
+
+def test_an_update_without_advantages_changes_nothing_but_adam_and_measures_no_gap():
+    trainer = make()
+    samples = [dataclasses.replace(s, advantages=0.0, old_logp=None) for s in make_samples()]
+    before = jax.device_get(jax.tree.map(jnp.copy, trainer.state.params))
+    metrics = trainer.update(samples)
+    assert metrics["loss"] == 0 and metrics["grad_norm"] == 0
+    assert np.isnan(metrics["logp_gap_mean"]) and np.isnan(metrics["logp_gap_max"])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state.params), before)

@@ -156,6 +156,11 @@ def pack(samples: list[Sample], shape: BatchShape, *, packed: bool) -> list[Pack
     return [_batch(samples, rows[start : start + shape.rows], shape) for start in starts]
 
 
+def empty(shape: BatchShape) -> PackedBatch:
+    """A micro-batch of padding alone: it adds nothing to a gradient."""
+    return _batch([], [], shape)
+
+
 def _batch(samples: list[Sample], rows: list[list[list[int]]], shape: BatchShape) -> PackedBatch:
     B, T = shape.rows, shape.length
     tokens, positions, segments, prefixes = (np.zeros((B, T), np.int32) for _ in range(4))
@@ -190,7 +195,7 @@ def _batch(samples: list[Sample], rows: list[list[list[int]]], shape: BatchShape
                 if with_old:
                     scored["old_logp"].append(s.old_logp)
                 start += R
-    lists = {name: np.concatenate(parts) for name, parts in scored.items()}
+    lists = {name: np.concatenate([*parts, []]) for name, parts in scored.items()}
     count = len(lists["at"])
 
     def padded(name):

@@ -240,9 +240,9 @@ class PolicyTrainer:
             "loss": total.loss,
             "grad_norm": norm,
             "clip_fraction": total.clip_fraction,
-            "logp_gap_mean": total.gap_sum / jnp.maximum(total.computed, 1),
-            "logp_gap_max": total.gap_max,
-            "logp_gap_outside": total.gap_outside / jnp.maximum(total.computed, 1),
+            "logp_gap_mean": total.gap_sum / total.computed,  # NaN: no sample had an advantage
+            "logp_gap_max": jnp.where(total.computed > 0, total.gap_max, jnp.nan),
+            "logp_gap_outside": total.gap_outside / total.computed,
             "learning_rate": self.config.learning_rate_at(step),
         }
         metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
@@ -263,7 +263,9 @@ class PolicyTrainer:
         denominator = np.float32(sum(len(s.response) for s in samples))
         samples = [s for s in samples if np.any(s.advantages)]
         total = zero_total(self.state.params)
-        for batch in packing.pack(samples, self.shape, packed=self.config.pack):
+        batches = packing.pack(samples, self.shape, packed=self.config.pack)
+        # A first update without any advantage compiles what later ones need, all the same.
+        for batch in batches or [packing.empty(self.shape)]:
             total = add_gradient(
                 self.model,
                 self.config,
