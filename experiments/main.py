@@ -12,6 +12,7 @@ import logging
 import resource
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import jax
@@ -119,8 +120,10 @@ def main(argv):
         with TerminalProgress(config.steps) as progress:
             summary = train(config, workdir, progress)
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
-        # What users can mend comes as one sentence; anything else keeps its traceback.
-        raise SystemExit(f"{type(error).__name__}: {error}") from None
+        # What users can mend comes as one sentence; what they cannot is in the file it names.
+        atomic.write_text(workdir / "error.txt", traceback.format_exc())
+        where = f"(where it happened: {workdir}/error.txt)"
+        raise SystemExit(f"{type(error).__name__}: {error} {where}") from None
     to_chrome_trace(workdir / "events.jsonl", workdir / "trace.json")
     print_summary(summary, workdir)
 

@@ -27,7 +27,7 @@ KEYS: dict[str, str] = {
     "content/zero_advantage_share": "share of responses with advantage 0: no gradient from them",
     "content/tokens": "response tokens of the step",
     "content/learning_rate": "learning rate of the update",
-    "content/eval_accuracy": "share of held-out prompts answered correctly (evaluation steps)",
+    "content/eval_accuracy": "mean reward of held-out prompts: the share answered correctly",
     "pace/step_seconds": "wall-clock seconds of the whole step",
     "pace/rollout_seconds": "seconds until the last response was sampled",
     "pace/update_seconds": "seconds of the policy update",

@@ -1,4 +1,4 @@
-"""The engine inside a loop of your own: best-of-n sampling that stops looking when it is happy.
+"""The engine inside a loop of your own, in both ways that it can be called.
 
 python -m experiments.examples.own_loop
 """

@@ -66,6 +66,12 @@ class Run:
         self.run_key = sampling_key
         self.policy = policy.load(config.policy, policy_key)
         self.data = load_prompts(config.data, self.policy.tokenizer)
+        if left_out := self.data.num_too_long + self.data.num_overlapping:
+            warnings.warn(
+                f"{left_out} prompts are left out: {self.data.num_too_long} longer than data."
+                f"max_prompt_tokens, {self.data.num_overlapping} in both files",
+                stacklevel=2,
+            )
         self.stream = PromptStream(self.data.train, seed=config.data.seed, domain=noise.TRAIN)
         held_out = self.data.held_out[: config.evaluation.prompts]
         self.held_out: list[Prompt] = []
