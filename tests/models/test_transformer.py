@@ -60,6 +60,11 @@ def test_causality_by_gradient(model):
     np.testing.assert_array_equal(reached, np.tril(np.ones((6, 6), bool)))
 
 
+def stacked(params):
+    """The inverse of `unstack_layers`."""
+    return {**params, "layers": jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])}
+
+
 def test_cached_equals_uncached_for_every_split_and_uneven_lengths(model):
     """Each row is split where its own length says; the second part is fed at once, then token by
     token; slots past the length hold huge values."""
@@ -132,7 +137,7 @@ def test_stacked_equals_unstacked(model, remat):
     config, params = model
     config = ModelConfig(**{**vars(config), "remat": remat})
     unstacked = transformer.unstack_layers(params)
-    back = transformer.stack_layers(unstacked)
+    back = stacked(unstacked)
     jax.tree.map(np.testing.assert_array_equal, back, params)
     tokens_BT = tokens((2, 7))
     one, two = (plain(config, p, tokens_BT, taps=(0, 1, 2)) for p in (params, unstacked))
@@ -142,7 +147,7 @@ def test_stacked_equals_unstacked(model, remat):
     np.testing.assert_array_equal(one.features[:, :, 0], params["embed"][tokens_BT])
     loss = lambda p: jnp.sum(jnp.sin(plain(config, p, tokens_BT).hidden))  # noqa: E731
     grads = jax.jit(jax.grad(loss))
-    a, b = grads(params), transformer.stack_layers(grads(unstacked))
+    a, b = grads(params), stacked(grads(unstacked))
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-10), a, b)
 
 

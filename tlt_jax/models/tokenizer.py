@@ -6,14 +6,18 @@ Masks are built from lengths elsewhere; no token value, the pad id's included, m
 import dataclasses
 import functools
 import json
+import os
 from pathlib import Path
 
 import jinja2
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tlt_jax.models import gguf
+
+# transformers says on import that it misses torch, which nothing here needs.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 
 BYTE_CHAT_TEMPLATE = (
     "{% for message in messages %}"
