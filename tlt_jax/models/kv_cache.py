@@ -1,11 +1,11 @@
 """Keys and values of committed tokens: an ordinary pytree with a length per row.
 
 One array per layer, because a layer's slice of a stacked array is copied before it is multiplied
-on CPUs (EXPERIMENTS.md, "Layers: stacked or apart"). Slots at and past `length` hold garbage and
+on CPUs (EXPERIMENTS.md, "Decode primitives"). Slots at and past `length` hold garbage and
 are masked, so rolling back is setting `length`.
 
 Keys are kept in tiles of `TILE` slots, [B, K, S/TILE, C, TILE]: the scores of a tile then reduce
-over a non-minor axis, which runs at memory speed on CPUs (2.7x over [B, K, S, C]; same place).
+over a non-minor axis, which runs at memory speed on CPUs (1.5 to 2.3x over [B, K, S, C]; same place).
 """
 
 import flax.struct

@@ -23,7 +23,7 @@ def linear(x: jax.Array, w: jax.Array, out_dtype=None) -> jax.Array:
     """x [..., I] times w [*O, I] -> [..., *O], accumulated in `out_dtype` (default: that of x).
 
     For 2 to FEW_ROWS rows on a CPU the product is taken as w @ x^T, with both transposes
-    materialised: 1.3 to 1.8 times as fast as x @ w^T there (EXPERIMENTS.md, "Few-row products").
+    materialised: 1.1 to 1.5 times as fast as x @ w^T there (EXPERIMENTS.md, "Decode primitives").
     The barriers keep the compiler from folding the transposes back.
     """
     rows = math.prod(x.shape[:-1])
@@ -102,7 +102,7 @@ def cached_scores(q_BKXC: jax.Array, k_tiles: jax.Array) -> jax.Array:
     """q times the cached keys [B, K, S/TILE, C, TILE] -> [B, K, X, S], float32 (or float64).
 
     On a CPU few query rows are multiplied and summed outright: batched products of this size cost
-    three times as much there (EXPERIMENTS.md, "Attention over the cache").
+    1.5 to 2.3 times as much there (EXPERIMENTS.md, "Decode primitives").
     """
     B, K, X, _ = q_BKXC.shape
     dtype = jnp.promote_types(q_BKXC.dtype, jnp.float32)

@@ -37,7 +37,7 @@ def sample(logits_BV: jax.Array, seed_B2: jax.Array, rows: SamplingRows) -> tupl
 
 def first_argmax(x_BV: jax.Array) -> jax.Array:
     """The first index of the maximum. Two plain reductions: the paired reduction behind
-    `jnp.argmax` is not vectorised on CPUs (4 to 5 times slower at 32 x 49152)."""
+    `jnp.argmax` is not vectorised on CPUs (3 times slower at 32 x 49152)."""
     top = jnp.max(x_BV, axis=1, keepdims=True)
     size = x_BV.shape[1]
     ids = jnp.arange(size, dtype=jnp.int32)[None]
