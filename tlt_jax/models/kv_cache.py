@@ -5,7 +5,8 @@ on CPUs (EXPERIMENTS.md, "Decode primitives"). Slots at and past `length` hold g
 are masked, so rolling back is setting `length`.
 
 Keys are kept in tiles of `TILE` slots, [B, K, S/TILE, C, TILE]: the scores of a tile then reduce
-over a non-minor axis, which runs at memory speed on CPUs (1.5 to 2.3x over [B, K, S, C]; same place).
+over a non-minor axis, which runs at memory speed on CPUs (1.5 to 2.3 times as fast as over
+[B, K, S, C]; same place).
 """
 
 import flax.struct
