@@ -31,6 +31,7 @@ env-test: $(VENV)/.test
 env-parity: $(VENV)/.parity
 
 $(PY):
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is %d.%d; name one: make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run: $(PY) requirements.txt
