@@ -1,6 +1,7 @@
 """What the engine compiles, moves and refuses."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -306,3 +307,15 @@ def test_fit_covers_what_was_asked_with_few_programs(rows, new_tokens):
     assert c.batch_buckets[-1] == rows and c.prompt_buckets[-1] >= 70
     assert c.cache_buckets[-1] >= 70 + new_tokens
     assert len(c.batch_buckets) * len(c.cache_buckets) <= 12
+
+
+def test_a_segment_copies_no_cache(model):
+    """The write of the cache waits for every read (`plain_round`); otherwise XLA copies it all."""
+    config, params = model
+    shapes = EngineConfig(batch_buckets=(4,), cache_buckets=(64,), prompt_buckets=(32,))
+    text = Engine(config, shapes).decode_program(params, 4, 64).run.as_text()
+    K, C = config.num_kv_heads, config.head_dim
+    for shape in (f"4,{K},2,{C},32", f"4,{K},64,{C}"):
+        assert f"f32[{shape}]" in text
+        copies = re.findall(rf"= f32\[{shape}\]\S* copy\(", text)
+        assert not copies, f"{len(copies)} copies of cache arrays [{shape}] in a segment"
