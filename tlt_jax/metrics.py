@@ -19,6 +19,7 @@ KEYS: dict[str, str] = {
     "content/reward_mean": "mean reward of the validly graded responses",
     "content/reward_std": "population standard deviation of the same rewards",
     "content/loss": "policy loss of the update",
+    "content/clip_fraction": "share of response tokens whose ratio was clipped; 0 with one update",
     "content/grad_norm": "global gradient norm before clipping",
     "content/response_length_mean": "tokens per response, EOS included, mean",
     "content/response_length_max": "tokens of the longest response",

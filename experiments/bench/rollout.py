@@ -192,7 +192,7 @@ def start_others(args, loaded, folder: Path, say) -> tuple[dict, dict]:
                 path = folder / "model.gguf"
                 write_gguf(path, loaded.config, loaded.params)
             decoders[kind] = Other(kind, pythons[kind], str(path))
-        except (ModuleNotFoundError, NotImplementedError, RuntimeError) as e:
+        except (ModuleNotFoundError, ValueError, RuntimeError) as e:
             absent[kind] = str(e)
             say(f"{kind}: left out, {e}")
     return decoders, absent
@@ -202,11 +202,13 @@ def write_gguf(path: Path, config: ModelConfig, params: dict):
     """A float32 file of the llama family without a vocabulary, for llama.cpp.
 
     llama.cpp rotates neighbours, so the rows of q and k are interleaved. Raises
-    NotImplementedError for models outside the plain family.
+    ValueError for models outside the plain family.
     """
     c = config
     if c.qkv_bias or c.o_bias or c.mlp_bias or c.qk_norm or c.rope != RopeConfig(c.rope.theta):
-        raise NotImplementedError("only plain Llama models are converted for llama.cpp")
+        raise ValueError(
+            "llama.cpp is compared on plain Llama models only (no biases, q/k norm or RoPE scaling)"
+        )
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(c.max_context)
     writer.add_embedding_length(c.width)

@@ -1,4 +1,4 @@
-"""Does the whole loop work? A two-layer byte model, from random weights, in under a minute.
+"""Does the whole loop work? A two-layer byte model, from random weights, in about a minute.
 
 Question: none of its own; the base of tests and ablations.
 Command: python -m experiments.main --config=experiments/configs/tiny.py --workdir=runs/tiny

@@ -66,7 +66,11 @@ def test_a_run_leaves_metrics_events_and_a_policy(base):
     assert [line["content/step"] for line in lines] == [0, 1, 2]
     assert set(lines[1]) == metrics.STEP_KEYS
     assert set(lines[2]) == metrics.STEP_KEYS | metrics.EVALUATION_KEYS  # the last step evaluates
-    names = {event["name"] for event in read_events(folder / "events.jsonl")}
+    events = read_events(folder / "events.jsonl")
+    # Evaluation and step 1 read version 0, step 2 version 1, the last evaluation version 2.
+    versions = [e["fields"]["version"] for e in events if e["name"] == "rollout"]
+    assert versions == [0, 0, 1, 2]
+    names = {event["name"] for event in events}
     assert {"compile", "decode", "reward wait", "update", "publish", "evaluate"} <= names
     assert progress.advanced == 20 + 2 * 16 + 2 * 4  # warm-up steps, responses, evaluations
     model, params = hf.load(folder / "policy")

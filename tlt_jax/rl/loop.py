@@ -286,6 +286,7 @@ def _content(judged: Judged, update: dict) -> dict:
         "content/reward_mean": rewards.mean(),
         "content/reward_std": rewards.std(),
         "content/loss": update["loss"],
+        "content/clip_fraction": update["clip_fraction"],
         "content/grad_norm": update["grad_norm"],
         "content/learning_rate": update["learning_rate"],
         "content/response_length_mean": lengths.mean(),
@@ -326,19 +327,20 @@ def _evaluation(run: Run, published: Published) -> dict:
 
 def _rollout(run: Run, published, prompts, samples: int, sampling, what: str) -> Rollout:
     run.progress.start(what, len(prompts) * samples)
-    return rollout(
-        run.engine,
-        published.params,
-        prompts,
-        samples=samples,
-        sampling=sampling,
-        run_key=run.run_key,
-        tokenizer=run.policy.tokenizer,
-        grader=run.grader,
-        pool=run.pool,
-        events=run.events,
-        on_finish=run.progress.advance,
-    )
+    with run.events.span("rollout", version=published.version):
+        return rollout(
+            run.engine,
+            published.params,
+            prompts,
+            samples=samples,
+            sampling=sampling,
+            run_key=run.run_key,
+            tokenizer=run.policy.tokenizer,
+            grader=run.grader,
+            pool=run.pool,
+            events=run.events,
+            on_finish=run.progress.advance,
+        )
 
 
 def peak_memory_gb() -> float:

@@ -57,7 +57,6 @@ class Session:
         self.queue = collections.deque((g, member) for g in groups for member in range(g.members))
         self.prefixes: dict[Group, tuple[Prefix, int]] = {}
         self.in_flight: Emitted | None = None
-        self.segments = 0
         self.slots = engine.cache_bucket(max((len(g.prompt) for g in groups), default=1))
         self.rows: list[Row | None] = [None] * bucket_for(
             engine.config.batch_buckets, len(self.queue)
@@ -90,7 +89,6 @@ class Session:
         self._grow()
         program = self.engine.decode_program(self.params, len(self.rows), self.slots)
         self.state, self.in_flight = program.run(self.params, self.state)
-        self.segments += 1
 
     def ready(self) -> bool:
         """Whether `collect` would return without waiting."""
