@@ -33,13 +33,27 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 class LineFile:
     """An append-only text file of whole lines, kept whole across crashes.
 
-    Opening cuts a last line without its line end: a crash tore it. Each `append` is one write.
+    Opening cuts a last line without its line end: a crash tore it. With `size` it cuts everything
+    past that many bytes, a `size()` of earlier. Each `append` is one write. Raises ValueError for a
+    file that is shorter than `size` or has no line end there.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike, size: int | None = None):
         self.path = Path(path)
         self._file = open(path, "a+b", buffering=0)
-        self._file.truncate(_end_of_last_line(self._file))
+        if size is None:
+            size = _end_of_last_line(self._file)
+        elif not _ends_a_line(self._file, size):
+            self._file.close()
+            raise ValueError(
+                f"{path} has no line that ends at byte {size}, where it is to be continued; it was "
+                "changed or cut by someone else"
+            )
+        self._file.truncate(size)
+
+    def size(self) -> int:
+        """Bytes written so far, all of them whole lines."""
+        return os.fstat(self._file.fileno()).st_size
 
     def append(self, text: str, *, sync: bool) -> None:
         """Append `text`, which ends in a line end; with `sync`, wait until the disk has it.
@@ -57,6 +71,11 @@ class LineFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _ends_a_line(file, size: int) -> bool:
+    file.seek(max(0, size - 1))
+    return size == 0 or file.read(1) == b"\n"
 
 
 def _end_of_last_line(file, block: int = 1 << 16) -> int:

@@ -49,10 +49,17 @@ STEP_KEYS = frozenset(KEYS) - EVALUATION_KEYS
 
 
 class MetricsWriter:
-    """Appends lines to metrics.jsonl; each is on disk, whole, when `write` returns."""
+    """Appends lines to metrics.jsonl; each is on disk, whole, when `write` returns.
 
-    def __init__(self, path: str | os.PathLike):
-        self._file = LineFile(path)
+    position: of a file to be continued, what `position` returned then; later lines are cut.
+    """
+
+    def __init__(self, path: str | os.PathLike, position: int | None = None):
+        self._file = LineFile(path, position)
+
+    def position(self) -> int:
+        """Where the next line begins, in bytes."""
+        return self._file.size()
 
     def write(self, values: Mapping[str, float]) -> None:
         """Append one line: all of STEP_KEYS, EVALUATION_KEYS too if the step evaluated.
@@ -79,6 +86,12 @@ class MetricsWriter:
 
     def __exit__(self, *exc_info) -> None:
         self.close()
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict]:
+    """The lines of a metrics file; a last one without line end (a crash tore it) is left out."""
+    with open(path, encoding="utf-8", newline="\n") as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
 
 
 def _number(key: str, value) -> int | float | None:

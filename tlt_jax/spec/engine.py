@@ -24,6 +24,7 @@ from tlt_jax.spec import noise
 from tlt_jax.spec import round as rounds
 from tlt_jax.spec import state as states
 from tlt_jax.spec.programs import ProgramPool, bucket_for
+from tlt_jax.spec.queue import Queue
 from tlt_jax.spec.request import Group, Response, Sampling
 from tlt_jax.spec.session import Session
 
@@ -150,10 +151,6 @@ class Engine:
 
         sampling: of every group that brings none of its own.
         """
-        groups = [
-            g if g.sampling is not None else dataclasses.replace(g, sampling=sampling)
-            for g in groups
-        ]
         if isinstance(params["layers"], dict):
             params = transformer.decode_layout(self.model, params)
         params = jax.device_put(params, self.sharding)
@@ -162,20 +159,14 @@ class Engine:
                 f"run_key is of the kind {jax.random.key_impl(run_key)}; make it with "
                 "jax.random.key(seed, impl='threefry2x32'), whose bits do not depend on the device"
             )
-        seen = set()
-        for group in groups:
-            self._check(group)
-            if (group.domain, group.draw) in seen:
-                raise ValueError(
-                    f"two groups share domain {group.domain} and draw {group.draw}, so their "
-                    "samples would be the same; give each draw of a prompt a number of its own"
-                )
-            seen.add((group.domain, group.draw))
         run_key = jax.device_put(run_key, self.sharding)
-        self.compile(params, groups, run_key)
-        return Session(self, params, groups, run_key)
+        queue = Queue(self.check, sampling)
+        queue.add(groups)
+        self.compile(params, queue.groups, run_key)
+        return Session(self, params, queue, run_key)
 
-    def _check(self, group: Group):
+    def check(self, group: Group):
+        """Raise ValueError for a group that the engine's programs cannot sample."""
         n, c, sampling = len(group.prompt), self.config, group.sampling
         if not n:
             raise ValueError(f"the prompt of draw {group.draw} is empty; give at least one token")

@@ -3,7 +3,6 @@
 Only host bookkeeping lives here. The device sees fixed shapes; see `engine.py` for the programs.
 """
 
-import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from tlt_jax.models.kv_cache import KVCache
 from tlt_jax.spec.programs import bucket_for
+from tlt_jax.spec.queue import Queue
 from tlt_jax.spec.request import Group, Response
 from tlt_jax.spec.round import Emitted
 from tlt_jax.spec.state import DecodeState, no_new_rows
@@ -52,16 +52,22 @@ class Prefix:
 class Session:
     """Drives one queue of groups through an engine's programs; made by `Engine.start`."""
 
-    def __init__(self, engine, params: dict, groups: Sequence[Group], run_key: jax.Array):
-        self.engine, self.params, self.run_key = engine, params, run_key
-        self.queue = collections.deque((g, member) for g in groups for member in range(g.members))
+    def __init__(self, engine, params: dict, queue: Queue, run_key: jax.Array):
+        self.engine, self.params, self.queue, self.run_key = engine, params, queue, run_key
         self.prefixes: dict[Group, tuple[Prefix, int]] = {}
         self.in_flight: Emitted | None = None
-        self.slots = engine.cache_bucket(max((len(g.prompt) for g in groups), default=1))
+        self.slots = engine.cache_bucket(queue.longest_prompt)
         self.rows: list[Row | None] = [None] * bucket_for(
             engine.config.batch_buckets, len(self.queue)
         )
         self.state: DecodeState = engine.empty_program(len(self.rows), self.slots).run()
+
+    def add(self, groups: Sequence[Group]):
+        """Put more groups at the end of the queue, also while a segment is in flight.
+
+        What only these need (a wider cache, a batch that grows again) compiles at its first use.
+        """
+        self.queue.add(groups)
 
     @property
     def live(self) -> int:
@@ -79,13 +85,14 @@ class Session:
             yield from self.collect()
 
     def dispatch(self):
-        """Admit, compact or grow where needed, then start one segment and return at once."""
+        """Resize the batch and admit rows where needed, then start one segment; do not wait."""
         if self.in_flight is not None:
             raise RuntimeError("a segment is in flight; collect it before dispatching the next")
         if self.done:
             raise RuntimeError("every response is finished; there is nothing to dispatch")
+        self._fit_rows()
+        self._grow_to(self.engine.cache_bucket(self.queue.longest_prompt))
         self._admit()
-        self._compact()
         self._grow()
         program = self.engine.decode_program(self.params, len(self.rows), self.slots)
         self.state, self.in_flight = program.run(self.params, self.state)
@@ -133,7 +140,7 @@ class Session:
     def _admit(self):
         """Give free rows to waiting responses; a prompt is prefilled once for all its members."""
         free = [b for b, row in enumerate(self.rows) if row is None]
-        entering = [self.queue.popleft() for _ in range(min(len(free), len(self.queue)))]
+        entering = self.queue.take(len(free))
         self._prefill([g for g in dict.fromkeys(g for g, _ in entering) if g not in self.prefixes])
         by_prefix: dict[int, list] = {}
         for b, (group, member) in zip(free, entering):
@@ -183,10 +190,10 @@ class Session:
         if not prefix.waiting:
             self.prefixes = {g: p for g, p in self.prefixes.items() if p[0] is not prefix}
 
-    def _compact(self):
-        """Move the live rows to the smallest bucket that holds them, once the queue is dry."""
-        size = bucket_for(self.engine.config.batch_buckets, self.live)
-        if self.queue or size == len(self.rows):
+    def _fit_rows(self):
+        """Move the live rows to the smallest bucket that holds them and all that wait."""
+        size = bucket_for(self.engine.config.batch_buckets, self.live + len(self.queue))
+        if size == len(self.rows):
             return
         keep = [b for b, row in enumerate(self.rows) if row is not None]
         padding = [len(self.rows)] * (size - len(keep))
