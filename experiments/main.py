@@ -3,13 +3,13 @@
     python -m experiments.main --config=experiments/configs/quickstart.py --workdir=DIR
 
 Any setting can be overridden (--config.trainer.learning_rate=1e-5). The workdir gets config.json,
-metrics.jsonl, events.jsonl, trace.json (for ui.perfetto.dev) and, at the end, policy/, a folder in
-the Hugging Face layout.
+metrics.jsonl, events.jsonl, checkpoints/ and, at the end, trace.json (for ui.perfetto.dev) and
+policy/, a folder in the Hugging Face layout. The same command goes on with a run that was killed.
 """
 
 import importlib.metadata
+import json
 import logging
-import resource
 import subprocess
 import sys
 import traceback
@@ -21,9 +21,10 @@ from ml_collections import config_flags
 
 from experiments.progress import TerminalProgress
 from tlt_jax import atomic
-from tlt_jax.config import Config, from_dict, to_dict
+from tlt_jax.config import Config, differences, from_dict, to_dict
 from tlt_jax.events import to_chrome_trace
 from tlt_jax.rl.loop import Summary, train
+from tlt_jax.rl.run import CHECKPOINTS, MAY_CHANGE, METRICS, finished_steps, peak_memory_gb
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "Config file.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; made if it is not there.")
@@ -31,32 +32,60 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "transformers", "reasonin
 
 
 def prepare_workdir(workdir: Path, config: Config):
-    """Make the folder and write config.json before any work is done.
+    """Make the folder and write config.json, or add this start to it, before any work is done.
 
-    Raises SystemExit with one sentence where it cannot be written or already holds a run.
+    Raises SystemExit with one sentence where it cannot be written or holds another run.
     """
-    for name in ("metrics.jsonl", "policy"):
-        # A start that failed leaves an empty file of metrics.
-        if (workdir / name).exists() and (workdir / name).stat().st_size:
-            raise SystemExit(
-                f"--workdir={workdir} already holds a run ({name}); choose another folder or "
-                "remove this one"
-            )
-    record = {
-        "config": to_dict(config),
+    path = workdir / "config.json"
+    start = {
         "command": sys.argv,
         "git_commit": git_commit(),
         "python": sys.version.split()[0],
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "devices": [str(d) for d in jax.devices()],
     }
+    earlier = []
+    for name in (METRICS, CHECKPOINTS, "policy"):
+        if (workdir / name).exists() and not path.exists():
+            raise SystemExit(
+                f"--workdir={workdir} holds {name} and no config.json, so it is no run to go on "
+                "with; choose another folder or remove this one"
+            )
     try:
+        if holds_work(workdir) and path.exists():
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            earlier = saved["starts"]
+            if different := differences(saved["config"], to_dict(config), MAY_CHANGE):
+                raise SystemExit(
+                    f"--workdir={workdir} holds a run of another config: {'; '.join(different)}. "
+                    f"Go on with its settings (only {', '.join(MAY_CHANGE)} may change), or choose "
+                    "another folder"
+                )
+            changed = [
+                k for k in ("git_commit", "versions", "devices") if earlier[-1][k] != start[k]
+            ]
+            if changed:
+                print(
+                    f"note: {', '.join(changed)} changed since this run was last started, so its "
+                    "content may differ from that of a run that was not interrupted"
+                )
         workdir.mkdir(parents=True, exist_ok=True)
-        atomic.write_json(workdir / "config.json", record)
+        (workdir / "error.txt").unlink(missing_ok=True)  # of an earlier start
+        atomic.write_json(path, {"config": to_dict(config), "starts": [*earlier, start]})
     except OSError as error:
         raise SystemExit(
             f"--workdir={workdir} cannot be written: {error.strerror}; choose another folder"
         ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise SystemExit(
+            f"{path} is no record of a run ({error!r}); choose another folder or remove it"
+        ) from None
+
+
+def holds_work(workdir: Path) -> bool:
+    """Whether an earlier start left anything that cost time; one that was refused did not."""
+    metrics = workdir / METRICS
+    return (metrics.exists() and metrics.stat().st_size > 0) or (workdir / CHECKPOINTS).exists()
 
 
 def git_commit() -> str | None:
@@ -95,11 +124,7 @@ def print_summary(summary: Summary, workdir: Path):
         f"tokens/s), update {total['update']:.0f} s, compiling {summary.compile_seconds:.0f} s "
         f"({100 * summary.compile_seconds / summary.seconds:.0f} %)"
     )
-    # Kilobytes on Linux, bytes on macOS.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-    print(f"  peak memory        {peak / 1e9:.1f} GB")
+    print(f"  peak memory        {peak_memory_gb():.1f} GB")
     print(f"  written            {workdir}/ (metrics.jsonl, events.jsonl, trace.json, policy/)")
 
 
@@ -112,8 +137,13 @@ def main(argv):
         raise SystemExit(str(error)) from None
     # JAX tells at length about every accelerator that is not there.
     logging.getLogger("jax").setLevel(logging.WARNING)
+    # orbax logs whole tracebacks, several times, of an error that it raises as well.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     workdir = Path(WORKDIR.value)
     prepare_workdir(workdir, config)
+    if finished_steps(workdir) == config.steps:
+        print(f"{workdir} holds this run, finished; raise steps to go on, or choose another folder")
+        return
     cache = workdir.parent / ".jax_cache"
     jax.config.update("jax_compilation_cache_dir", str(cache.absolute()))
     try:
@@ -121,8 +151,11 @@ def main(argv):
             summary = train(config, workdir, progress)
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
         # What users can mend comes as one sentence; what they cannot is in the file it names.
-        atomic.write_text(workdir / "error.txt", traceback.format_exc())
         where = f"(where it happened: {workdir}/error.txt)"
+        try:
+            atomic.write_text(workdir / "error.txt", traceback.format_exc())
+        except OSError as unwritable:
+            where = f"({workdir}/error.txt could not be written: {unwritable.strerror})"
         raise SystemExit(f"{type(error).__name__}: {error} {where}") from None
     to_chrome_trace(workdir / "events.jsonl", workdir / "trace.json")
     print_summary(summary, workdir)

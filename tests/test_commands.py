@@ -286,18 +286,29 @@ def test_main_refuses_a_workdir_that_cannot_be_written(tmp_path):
             main.prepare_workdir(tmp_path / bad, config)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "policy"])
-def test_main_refuses_a_workdir_that_holds_a_run(tmp_path, name):
-    """Also one of which only the policy is left: saving to it would fail at the end of the run."""
+@pytest.mark.parametrize("name", ["metrics.jsonl", "policy", "checkpoints"])
+def test_main_refuses_a_workdir_that_is_no_run(tmp_path, name):
+    """Also one of which only the policy is left: it would be overwritten at the end of the run."""
     config = from_dict(Config, tiny.get_config("smoke"))
-    if name == "policy":
-        (tmp_path / name).mkdir()
-    else:
-        (tmp_path / name).touch()
-        main.prepare_workdir(tmp_path, config)  # a start that failed leaves no line
-        (tmp_path / name).write_text("{}\n")
-    with pytest.raises(SystemExit, match=rf"already holds a run \({name}\); choose another folder"):
+    (tmp_path / name).mkdir()
+    with pytest.raises(
+        SystemExit, match=rf"holds {name} and no config\.json.*choose another folder"
+    ):
         main.prepare_workdir(tmp_path, config)
+
+
+def test_main_goes_on_with_the_same_config_only(tmp_path):
+    config = from_dict(Config, tiny.get_config("smoke"))
+    other = dataclasses.replace(config, seed=7)
+    main.prepare_workdir(tmp_path, other)
+    (tmp_path / "metrics.jsonl").touch()  # a start that failed leaves no line
+    main.prepare_workdir(tmp_path, config)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(SystemExit, match=r"another config: seed: 0 there, 7 here\. Go on with"):
+        main.prepare_workdir(tmp_path, other)
+    main.prepare_workdir(tmp_path, dataclasses.replace(config, steps=9))
+    record = json.loads((tmp_path / "config.json").read_text())
+    assert record["config"]["steps"] == 9 and len(record["starts"]) == 2
 
 
 def command(*arguments):
@@ -315,12 +326,14 @@ def test_a_tiny_run_from_the_command_line(tmp_path):
     done = command("experiments.main", TINY, f"--workdir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
-    written = {"config.json", "metrics.jsonl", "events.jsonl", "trace.json", "policy"}
+    written = {"config.json", "metrics.jsonl", "events.jsonl", "trace.json", "policy", "DONE"}
+    written.add("checkpoints")
     assert {p.name for p in run.iterdir()} == written
     record = json.loads((run / "config.json").read_text())
     assert record["config"]["steps"] == 2 and record["config"]["data"]["tasks"]
-    assert record["versions"]["jax"] == jax.__version__
-    assert len((record["git_commit"] or "0" * 40).removesuffix("-dirty")) == 40
+    [start] = record["starts"]
+    assert start["versions"]["jax"] == jax.__version__
+    assert len((start["git_commit"] or "0" * 40).removesuffix("-dirty")) == 40
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["content/step"] for line in lines] == [0, 1, 2]
     assert set(lines[-1]) == metrics.STEP_KEYS | metrics.EVALUATION_KEYS

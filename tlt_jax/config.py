@@ -4,10 +4,12 @@ Each section's dataclass, with its checks, lives beside the module that reads it
 """
 
 import dataclasses
+import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from tlt_jax.checkpoint import CheckpointConfig
 from tlt_jax.rl.data import DataConfig
 from tlt_jax.rl.evaluate import EvaluationConfig
 from tlt_jax.rl.policy import PolicyConfig
@@ -15,6 +17,8 @@ from tlt_jax.rl.policy_trainer import TrainerConfig
 from tlt_jax.rl.rewards import RewardConfig
 from tlt_jax.rl.rollout import RolloutConfig
 from tlt_jax.rl.warm_up import WarmUpConfig
+
+SCHEDULES = ("fixed", "fast")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +31,15 @@ class Config:
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     warm_up: WarmUpConfig = WarmUpConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    schedule: str = "fixed"  # or "fast": decisions by the clock, content equal up to ties
     seed: int = 0  # of the sampling noise and of random weights; data has its own
 
     def __post_init__(self):
         if self.steps < 1:
             raise ValueError(f"steps={self.steps} must be at least 1")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule={self.schedule!r} is not known; use one of {SCHEDULES}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must lie in [0, 2^32): keys take 32 bits of it")
         if self.rollout.temperature == 0:
@@ -107,6 +115,31 @@ def _convert(hint, value, where: str):
             f"{where}={value!r} must be of type {hint.__name__}, not {type(value).__name__}"
         )
     return value
+
+
+def differences(saved: Mapping, now: Mapping, may_change: Sequence[str] = ()) -> list[str]:
+    """Settings that differ between two `to_dict`s, as "a.b: 1 there, 2 here".
+
+    may_change: names of settings or sections that are left out. Tuples and lists are the same.
+    """
+    saved, now = (dict(_flat(json.loads(json.dumps(values)))) for values in (saved, now))
+    return [
+        f"{name}: {saved.get(name, 'missing')!r} there, {now.get(name, 'missing')!r} here"
+        for name in {**now, **saved}
+        if name.split(".")[0] not in may_change
+        and saved.get(name, _MISSING) != now.get(name, _MISSING)
+    ]
+
+
+_MISSING = object()
+
+
+def _flat(values: Mapping, prefix: str = ""):
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def to_dict(config) -> dict:

@@ -26,6 +26,7 @@ KEYS: dict[str, str] = {
     "content/truncated_share": "share of responses that ended at the length limit",
     "content/valid_share": "share of responses whose grading succeeded",
     "content/zero_advantage_share": "share of responses with advantage 0: no gradient from them",
+    "content/prompts": "prompts drawn; dynamic sampling draws more than it trains on",
     "content/tokens": "response tokens of the step",
     "content/learning_rate": "learning rate of the update",
     "content/eval_accuracy": "mean reward of held-out prompts: the share answered correctly",

@@ -15,6 +15,7 @@ from tlt_jax.config import Config, from_dict
 from tlt_jax.events import read_events
 from tlt_jax.models import hf, transformer
 from tlt_jax.rl import loop
+from tlt_jax.rl import run as runs
 from tlt_jax.rl.policy_trainer import NonFiniteError
 
 
@@ -131,7 +132,7 @@ def test_a_step_in_which_all_gradings_fail_stops_the_run(tmp_path):
     ],
 )
 def test_what_cannot_work_is_refused_before_the_warm_up(tmp_path, monkeypatch, changes, words):
-    monkeypatch.delattr(loop, "warm_up")
+    monkeypatch.delattr(runs, "warm_up")
     with jax.enable_x64(False), pytest.raises(ValueError, match=words):
         run(tmp_path / "run", **changes)
     assert not list((tmp_path / "run").iterdir())
@@ -154,14 +155,14 @@ def test_a_line_of_a_file_without_an_answer_is_refused_before_the_warm_up(tmp_pa
 
 
 def test_a_nan_weight_stops_the_run_before_anything_is_learnt(tmp_path, monkeypatch):
-    load = loop.policy.load
+    load = runs.policy.load
 
     def broken(*args):
         found = load(*args)
         found.params["norm"] = found.params["norm"].at[0].set(np.nan)
         return found
 
-    monkeypatch.setattr(loop.policy, "load", broken)
+    monkeypatch.setattr(runs.policy, "load", broken)
     with pytest.raises(FloatingPointError, match="NaN"):
         run(tmp_path / "nan", **{"warm_up.steps": 0})
 
@@ -179,7 +180,7 @@ def test_a_nan_gradient_names_the_step_and_what_is_left(tmp_path, monkeypatch):
 
 def test_publishing_copies_so_that_an_update_cannot_delete_what_a_rollout_reads():
     config = smoke()
-    found = loop.policy.load(config.policy, jax.random.key(0))
+    found = runs.policy.load(config.policy, jax.random.key(0))
     layout = functools.partial(transformer.decode_layout, found.model)
     published = loop.publish(layout, found.params, version=3)
     donate = jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)
@@ -197,6 +198,6 @@ def test_stale_published_weights_raise_an_alarm(tmp_path, monkeypatch):
     def stale(model, params):
         return layout(model, jax.tree.map(lambda x: x * 1.5, params))
 
-    monkeypatch.setattr(loop.transformer, "decode_layout", stale)
+    monkeypatch.setattr(runs.transformer, "decode_layout", stale)
     with pytest.warns(UserWarning, match="published weights those of the trainer"):
         run(tmp_path / "stale")

@@ -4,47 +4,26 @@ Read `train` from top to bottom to see one step.
 """
 
 import dataclasses
-import functools
-import resource
-import sys
+import shutil
 import time
 import warnings
 from pathlib import Path
-from typing import Protocol
 
 import jax
 import numpy as np
 
-from tlt_jax.compile_clock import CompileClock
 from tlt_jax.config import Config
-from tlt_jax.events import EventLog
-from tlt_jax.metrics import MetricsWriter
-from tlt_jax.models import hf, hf_config, transformer
-from tlt_jax.rl import evaluate, policy
-from tlt_jax.rl.advantages import group_advantages
-from tlt_jax.rl.data import Prompt, PromptStream, load_prompts
-from tlt_jax.rl.graders import check_entry
-from tlt_jax.rl.packing import BatchShape, Sample
+from tlt_jax.models import hf
+from tlt_jax.rl import evaluate
+from tlt_jax.rl.dynamic_sampling import DynamicSampling
+from tlt_jax.rl.judged import Judged
 from tlt_jax.rl.policy_trainer import NonFiniteError, PolicyTrainer
-from tlt_jax.rl.rewards import RewardPool, Score, count_statuses, require_some_ok
+from tlt_jax.rl.rewards import count_statuses, require_some_ok
 from tlt_jax.rl.rollout import Rollout, rollout
-from tlt_jax.rl.warm_up import supervised_samples, warm_up
+from tlt_jax.rl.run import DONE, Progress, Run, mark_done, peak_memory_gb
 from tlt_jax.sharding.publish import Published, publish
-from tlt_jax.spec import noise
-from tlt_jax.spec.engine import Engine
 
 GAP_ALARM = 0.01  # share of tokens whose two probabilities may differ by more than 10 %
-PACKED_ROW_TOKENS = 256  # longer rows save little: attention is computed over the whole row
-
-
-class Progress(Protocol):
-    """What a run tells the terminal as it goes."""
-
-    def start(self, what: str, total: int) -> None: ...
-
-    def advance(self) -> None: ...
-
-    def step(self, line: dict) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,95 +36,38 @@ class Summary:
     program_table: str
 
 
-class Run:
-    """Everything that lives as long as a run; `train` drives it."""
-
-    def __init__(self, config: Config, workdir: Path, progress: Progress):
-        self.config, self.workdir, self.progress = config, workdir, progress
-        policy_key, sampling_key = jax.random.split(jax.random.key(config.seed))
-        self.run_key = sampling_key
-        self.policy = policy.load(config.policy, policy_key)
-        self.data = load_prompts(config.data, self.policy.tokenizer)
-        if left_out := self.data.num_too_long + self.data.num_overlapping:
-            warnings.warn(
-                f"{left_out} prompts are left out: {self.data.num_too_long} longer than data."
-                f"max_prompt_tokens, {self.data.num_overlapping} in both files",
-                stacklevel=2,
-            )
-        self.stream = PromptStream(self.data.train, seed=config.data.seed, domain=noise.TRAIN)
-        held_out = self.data.held_out[: config.evaluation.prompts]
-        self.held_out: list[Prompt] = []
-        if held_out:
-            stream = PromptStream(held_out, seed=0, domain=noise.EVALUATE, shuffle=False)
-            self.held_out = stream.take(len(held_out))
-        longest = max(len(e.ids) for e in (*self.data.train, *self.data.held_out))
-        self.engine = Engine(
-            self.policy.model, config.rollout.engine_config(longest), self.policy.tokenizer.eos_ids
-        )
-        # A training row holds the longest sample, or a whole group where that is still short.
-        rollouts = config.rollout
-        self.per_step = rollouts.prompts * rollouts.samples
-        group = longest + rollouts.samples * rollouts.max_new_tokens
-        self.row_tokens = max(longest + rollouts.max_new_tokens, min(group, PACKED_ROW_TOKENS))
-        self.layout = functools.partial(transformer.decode_layout, self.policy.model)
-        self.grader = config.reward.make_grader()
-        self._check(longest)
-        self.pool = RewardPool(config.reward.num_workers, config.reward.deadline_s)
-        self.metrics = MetricsWriter(workdir / "metrics.jsonl")
-        self.events = EventLog(workdir / "events.jsonl")
-        self.compiling = CompileClock()
-        self.lines: list[dict] = []
-
-    def _check(self, longest: int):
-        """Refuse now what would stop the run later, after work that would be lost."""
-        hf_config.render(self.policy.model)
-        new = self.config.rollout.max_new_tokens
-        if longest + new > (context := self.policy.model.max_context):
-            raise ValueError(
-                f"the longest prompt ({longest} tokens) and rollout.max_new_tokens={new} exceed "
-                f"the model's context of {context}; lower max_new_tokens, or set "
-                f"data.max_prompt_tokens={max(1, context - new)} with data.drop_long=True"
-            )
-        budget = self.config.trainer.micro_batch_tokens
-        BatchShape.within(budget, self.row_tokens, self.per_step)
-        for example in (*self.data.train, *self.data.held_out):
-            try:
-                check_entry(self.grader, example.entry)
-            except ValueError as error:
-                raise ValueError(f"{example.task}, {example.text:.60}: {error}") from None
-
-    def close(self):
-        self.pool.close()
-        self.metrics.close()
-        self.events.close()
-        self.compiling.close()
-
-    def record(self, line: dict):
-        self.metrics.write(line)
-        self.events.flush()
-        self.lines.append(line)
-        self.progress.step(line)
-
-
 def train(config: Config, workdir: Path, progress: Progress) -> Summary:
-    """Run all steps of `config`, writing metrics, events and the final policy into `workdir`.
+    """Run all steps of `config`, or those still missing, writing everything into `workdir`.
 
-    Raises NonFiniteError (naming the step) for a NaN or infinite loss or gradient, and
-    RuntimeError where not one response of a step could be graded.
+    The same call goes on with a run that was interrupted, from its newest checkpoint, to the same
+    content. Raises ValueError for a workdir of another config, NonFiniteError (naming the step) for
+    a NaN or infinite loss or gradient, RuntimeError where not one response of a step could be
+    graded, CheckpointError where a checkpoint is damaged or cannot be written.
     """
     began = time.monotonic()
     run = Run(config, workdir, progress)
     try:
         run.pool.load(run.grader, run.data.train[0].entry)
-        trainer = _warmed_up_trainer(run)
-        published = publish(run.layout, trainer.state.params, 0)
-        if run.held_out:
-            run.record({"content/step": 0, **_evaluation(run, published)})
-        for step in range(1, config.steps + 1):
+        (workdir / DONE).unlink(missing_ok=True)  # of fewer steps
+        trainer, done = run.start()
+        published = publish(run.layout, trainer.state.params, done)
+        if run.saved is None:
+            if run.held_out:
+                run.record({"content/step": 0, **_evaluation(run, published)})
+            if config.checkpoint.every and config.warm_up.steps:
+                run.save(trainer, 0)
+        for step in range(done + 1, config.steps + 1):
             published = _step(run, trainer, published, step)
+            if config.checkpoint.every and (
+                step % config.checkpoint.every == 0 or step == config.steps
+            ):
+                run.save(trainer, step)
+        run.checkpoints.wait()
         with run.events.span("save policy"):
             params = jax.device_get(trainer.state.params)
+            shutil.rmtree(workdir / "policy", ignore_errors=True)
             hf.save(workdir / "policy", run.policy.model, params, tokenizer=run.policy.tokenizer)
+        mark_done(workdir, config.steps)
         return Summary(
             run.lines, time.monotonic() - began, run.compiling.seconds, run.engine.pool.table()
         )
@@ -153,81 +75,11 @@ def train(config: Config, workdir: Path, progress: Progress) -> Summary:
         run.close()
 
 
-def _warmed_up_trainer(run: Run) -> PolicyTrainer:
-    """A trainer with fresh optimizer state, after the supervised phase where there is one."""
-    config, params = run.config, run.policy.params
-    warm = config.warm_up
-    if warm.steps:
-        samples = supervised_samples(run.data.train, run.policy.tokenizer, warm)
-        longest = max(s.tokens for s in samples)
-        supervised = dataclasses.replace(
-            config.trainer,
-            learning_rate=warm.learning_rate,
-            schedule="constant",
-            warmup_steps=0,
-            weight_decay=0.0,
-        )
-        teacher = PolicyTrainer(
-            run.policy.model, supervised, params, row_tokens=longest, samples=warm.batch
-        )
-        run.progress.start("warm-up", warm.steps)
-        with run.events.span("warm-up"):
-            warm_up(teacher, samples, warm, run.progress.advance)
-        params = teacher.state.params
-    return PolicyTrainer(
-        run.policy.model,
-        config.trainer,
-        params,
-        row_tokens=run.row_tokens,
-        samples=run.per_step,
-        temperature=config.rollout.temperature,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Judged:
-    """A graded rollout as arrays, one entry per response, in the rollout's order."""
-
-    rollout: Rollout
-    scores: list[Score]
-    valid_N: np.ndarray  # bool: graded successfully
-    rewards_N: np.ndarray  # float64, NaN where not valid
-    advantages_N: np.ndarray  # float64, 0 where not valid
-
-    @classmethod
-    def of(cls, rollout: Rollout) -> "Judged":
-        scores = [g.score for g in rollout.graded]
-        valid_N = np.array([s.status == "ok" for s in scores])
-        rewards_N = np.array([s.value if s.status == "ok" else np.nan for s in scores])
-        groups_N = np.array([g.prompt.draw for g in rollout.graded])
-        return cls(
-            rollout, scores, valid_N, rewards_N, group_advantages(rewards_N, groups_N, valid_N)
-        )
-
-    def samples(self) -> list[Sample]:
-        """What the update trains on: the validly graded responses."""
-        return [
-            Sample(
-                np.array(g.prompt.ids, np.int32),
-                g.response.tokens,
-                advantage,
-                g.response.log_probs,
-                group=g.prompt.draw,
-            )
-            for g, advantage, valid in zip(self.rollout.graded, self.advantages_N, self.valid_N)
-            if valid
-        ]
-
-
 def _step(run: Run, trainer: PolicyTrainer, published: Published, step: int) -> Published:
     """One RL step: rollout, advantages, update, publish, evaluation where due, record."""
     config, events = run.config, run.events
     began, compiled = events.now(), run.compiling.seconds
-    prompts = run.stream.take(config.rollout.prompts)
-    done = _rollout(
-        run, published, prompts, config.rollout.samples, config.rollout.sampling(), f"step {step}"
-    )
-    judged = Judged.of(done)
+    judged = _judged_rollout(run, published, step)
     require_some_ok(judged.scores, step)
 
     updating = events.now()
@@ -256,15 +108,39 @@ def _step(run: Run, trainer: PolicyTrainer, published: Published, step: int) -> 
     return published
 
 
+def _judged_rollout(run: Run, published: Published, step: int) -> Judged:
+    """The graded responses of a step, with their advantages."""
+    config = run.config
+    n, samples = config.rollout.prompts, config.rollout.samples
+    sampler = DynamicSampling(run.stream.take, n, samples, max_batches=1)
+    done = _rollout(
+        run,
+        published,
+        sampler.drawn,
+        samples,
+        config.rollout.sampling(),
+        f"step {step}",
+        more=sampler.more,
+        eager=config.schedule == "fast",
+    )
+    scores = {(g.prompt.draw, g.response.member): g.score for g in done.graded}
+    return Judged.of(done, sampler.chosen(scores))
+
+
 def _update(run: Run, trainer: PolicyTrainer, judged: Judged, step: int) -> dict:
     """The policy update, waited for. Raises NonFiniteError that says what is left to go on from."""
     try:
         update = trainer.update(judged.samples())
     except NonFiniteError as error:
+        run.checkpoints.wait()
+        saved = run.checkpoints.steps()
         start = run.config.policy.path or "random"
+        good = (
+            f"the checkpoint of step {saved[-1]}" if saved else f"those it started from ({start})"
+        )
         raise NonFiniteError(
-            f"RL step {step}: {error}. Nothing was saved of this run; the last good weights are "
-            f"those it started from ({start}). Lower trainer.learning_rate, or check the model's "
+            f"RL step {step}: {error}. The last good weights are {good}. The same command would "
+            "come here again: lower trainer.learning_rate in a new folder, or check the model's "
             "weights"
         ) from error
     jax.block_until_ready(trainer.state)
@@ -294,6 +170,7 @@ def _content(judged: Judged, update: dict) -> dict:
         "content/truncated_share": np.mean([r.finish_reason == "length" for r in responses]),
         "content/valid_share": judged.valid_N.mean(),
         "content/zero_advantage_share": np.mean(judged.advantages_N == 0),
+        "content/prompts": len({g.prompt.draw for g in judged.rollout.graded}),
         "content/tokens": int(lengths.sum()),
     }
 
@@ -325,7 +202,9 @@ def _evaluation(run: Run, published: Published) -> dict:
     }
 
 
-def _rollout(run: Run, published, prompts, samples: int, sampling, what: str) -> Rollout:
+def _rollout(
+    run: Run, published, prompts, samples: int, sampling, what: str, **topping_up
+) -> Rollout:
     run.progress.start(what, len(prompts) * samples)
     with run.events.span("rollout", version=published.version):
         return rollout(
@@ -340,10 +219,5 @@ def _rollout(run: Run, published, prompts, samples: int, sampling, what: str) ->
             pool=run.pool,
             events=run.events,
             on_finish=run.progress.advance,
+            **topping_up,
         )
-
-
-def peak_memory_gb() -> float:
-    """The most memory that this process has held, gigabytes."""
-    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

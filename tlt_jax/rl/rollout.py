@@ -1,7 +1,7 @@
 """One rollout: prompts to graded responses, grading while the tail still decodes."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -47,6 +47,10 @@ class RolloutConfig:
         )
 
 
+Key = tuple[int, int]  # draw of the prompt, member of its group
+More = Callable[[Mapping[Key, Score]], Sequence[Prompt]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Graded:
     prompt: Prompt
@@ -58,8 +62,8 @@ class Graded:
 @dataclasses.dataclass(frozen=True)
 class Rollout:
     graded: list[Graded]  # by draw, then member: never in the order of completion
-    seconds: float  # until the last response was sampled
-    reward_wait_seconds: float  # after that, until the last score
+    seconds: float  # of sampling
+    reward_wait_seconds: float  # of waiting for scores with nothing left to sample
 
 
 def rollout(
@@ -75,34 +79,53 @@ def rollout(
     pool: RewardPool,
     events: EventLog,
     on_finish: Callable[[], None] = lambda: None,
+    more: More | None = None,
+    eager: bool = False,
 ) -> Rollout:
     """Sample `samples` responses to each prompt and grade them as they finish.
 
     params: published weights (`transformer.decode_layout`). on_finish is called once per finished
-    response, for a progress bar.
+    response, for a progress bar. more: asked for further prompts when everything is graded, and
+    with `eager` also while the tail decodes, as soon as scores come in.
     """
-    groups = [Group(p.ids, p.draw, samples, p.domain) for p in prompts]
     by_draw = {p.draw: p for p in prompts}
-    if len(by_draw) != len(prompts):
-        raise ValueError("two prompts of one rollout share a draw; their samples would be the same")
-    start = events.now()
+
+    def groups_of(prompts: Sequence[Prompt]) -> list[Group]:
+        return [Group(p.ids, p.draw, samples, p.domain) for p in prompts]
+
+    start, waited = events.now(), 0.0
     with events.span("compile"):
-        session = engine.start(params, groups, sampling=sampling, run_key=run_key)
-    done: dict[tuple[int, int], tuple[Response, str]] = {}
-    while not session.done:
-        began = events.now()
-        session.dispatch()
-        rows, live = len(session.rows), session.live
-        for response in session.collect():
-            prompt = by_draw[response.group.draw]
-            text = tokenizer.decode(response.tokens)
-            key = (response.group.draw, response.member)
-            done[key] = (response, text)
-            pool.submit(key, grader, text, prompt.entry)
-            on_finish()
-        events.add("decode", began, events.now(), worker=0, rows=rows, live=live)
-    sampled = events.now()
-    with events.span("reward wait"):
-        scores = dict(pool.drain())
+        session = engine.start(params, groups_of(prompts), sampling=sampling, run_key=run_key)
+    done: dict[Key, tuple[Response, str]] = {}
+    scores: dict[Key, Score] = {}
+
+    def add_more() -> bool:
+        prompts = more(scores) if more is not None else []
+        by_draw.update({p.draw: p for p in prompts})
+        session.add(groups_of(prompts))
+        return bool(prompts)
+
+    while True:
+        while not session.done:
+            began = events.now()
+            session.dispatch()
+            rows, live = len(session.rows), session.live
+            for response in session.collect():
+                prompt = by_draw[response.group.draw]
+                text = tokenizer.decode(response.tokens)
+                key = (response.group.draw, response.member)
+                done[key] = (response, text)
+                pool.submit(key, grader, text, prompt.entry)
+                on_finish()
+            events.add("decode", began, events.now(), worker=0, rows=rows, live=live)
+            if eager and (fresh := pool.poll()):
+                scores.update(fresh)
+                add_more()
+        sampled = events.now()
+        with events.span("reward wait"):
+            scores.update(pool.drain())
+        waited += events.now() - sampled
+        if not add_more():
+            break
     graded = [Graded(by_draw[k[0]], *done[k], scores[k]) for k in sorted(done)]
-    return Rollout(graded, sampled - start, events.now() - sampled)
+    return Rollout(graded, events.now() - start - waited, waited)

@@ -1,0 +1,230 @@
+"""What lives as long as a run, and how it starts: resumed, from given weights, or from nothing."""
+
+import dataclasses
+import functools
+import json
+import resource
+import sys
+import warnings
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from tlt_jax import atomic
+from tlt_jax.checkpoint import Checkpoints
+from tlt_jax.compile_clock import CompileClock
+from tlt_jax.config import Config, differences, to_dict
+from tlt_jax.events import EventLog
+from tlt_jax.metrics import MetricsWriter, read_metrics
+from tlt_jax.models import hf_config, transformer
+from tlt_jax.rl import policy
+from tlt_jax.rl.data import Prompt, PromptStream, load_prompts
+from tlt_jax.rl.graders import check_entry
+from tlt_jax.rl.packing import BatchShape
+from tlt_jax.rl.policy_trainer import PolicyTrainer
+from tlt_jax.rl.rewards import RewardPool
+from tlt_jax.rl.warm_up import supervised_samples, warm_up
+from tlt_jax.spec import noise
+from tlt_jax.spec.engine import Engine
+
+PACKED_ROW_TOKENS = 256  # longer rows save little: attention is computed over the whole row
+CHECKPOINTS, METRICS, EVENTS, DONE = "checkpoints", "metrics.jsonl", "events.jsonl", "DONE"
+MAY_CHANGE = ("steps", "checkpoint", "logger")  # settings that a resumed run may change
+
+
+class Progress(Protocol):
+    """What a run tells the terminal as it goes."""
+
+    def start(self, what: str, total: int) -> None: ...
+
+    def advance(self) -> None: ...
+
+    def step(self, line: dict) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """Where an earlier process left this run."""
+
+    step: int
+    record: dict  # see `Run.save`
+
+
+class Run:
+    """Everything that lives as long as a run; `loop.train` drives it.
+
+    A workdir with checkpoints of the same config is gone on with: `saved` is where. Raises
+    ValueError for whatever would stop the run later, CheckpointError for a damaged checkpoint.
+    """
+
+    def __init__(self, config: Config, workdir: Path, progress: Progress):
+        self.config, self.workdir, self.progress = config, workdir, progress
+        self.checkpoints = Checkpoints(workdir / CHECKPOINTS, config.checkpoint)
+        self.saved = _saved(self.checkpoints, config)
+        policy_key, self.run_key = jax.random.split(jax.random.key(config.seed))
+        self.policy = policy.load(config.policy, policy_key)
+        self.data = load_prompts(config.data, self.policy.tokenizer)
+        if left_out := self.data.num_too_long + self.data.num_overlapping:
+            warnings.warn(
+                f"{left_out} prompts are left out: {self.data.num_too_long} longer than data."
+                f"max_prompt_tokens, {self.data.num_overlapping} in both files",
+                stacklevel=2,
+            )
+        self.stream = PromptStream(self.data.train, seed=config.data.seed, domain=noise.TRAIN)
+        held_out = self.data.held_out[: config.evaluation.prompts]
+        self.held_out: list[Prompt] = []
+        if held_out:
+            stream = PromptStream(held_out, seed=0, domain=noise.EVALUATE, shuffle=False)
+            self.held_out = stream.take(len(held_out))
+        longest = max(len(e.ids) for e in (*self.data.train, *self.data.held_out))
+        self.engine = Engine(
+            self.policy.model, config.rollout.engine_config(longest), self.policy.tokenizer.eos_ids
+        )
+        # A training row holds the longest sample, or a whole group where that is still short.
+        rollouts = config.rollout
+        self.per_step = rollouts.prompts * rollouts.samples
+        group = longest + rollouts.samples * rollouts.max_new_tokens
+        self.row_tokens = max(longest + rollouts.max_new_tokens, min(group, PACKED_ROW_TOKENS))
+        self.layout = functools.partial(transformer.decode_layout, self.policy.model)
+        self.grader = config.reward.make_grader()
+        self._check(longest)
+        position = 0
+        if self.saved is not None:
+            record, position = self.saved.record, self.saved.record["metrics_bytes"]
+            self.stream.restore(record["data"])
+            self.run_key = jax.random.wrap_key_data(np.array(record["run_key"], np.uint32))
+        self.pool = RewardPool(config.reward.num_workers, config.reward.deadline_s)
+        self.metrics = MetricsWriter(workdir / METRICS, position)
+        self.lines = read_metrics(workdir / METRICS)
+        self.events = EventLog(workdir / EVENTS)
+        self.compiling = CompileClock()
+
+    def _check(self, longest: int):
+        """Refuse now what would stop the run later, after work that would be lost."""
+        hf_config.render(self.policy.model)
+        new = self.config.rollout.max_new_tokens
+        if longest + new > (context := self.policy.model.max_context):
+            raise ValueError(
+                f"the longest prompt ({longest} tokens) and rollout.max_new_tokens={new} exceed "
+                f"the model's context of {context}; lower max_new_tokens, or set "
+                f"data.max_prompt_tokens={max(1, context - new)} with data.drop_long=True"
+            )
+        budget = self.config.trainer.micro_batch_tokens
+        BatchShape.within(budget, self.row_tokens, self.per_step)
+        for example in (*self.data.train, *self.data.held_out):
+            try:
+                check_entry(self.grader, example.entry)
+            except ValueError as error:
+                raise ValueError(f"{example.task}, {example.text:.60}: {error}") from None
+
+    def start(self) -> tuple[PolicyTrainer, int]:
+        """The trainer and the RL steps behind it. In this order of precedence: the newest
+        checkpoint of the workdir; the weights of `policy.path`; random ones. The supervised phase
+        follows the latter two."""
+        trainer = self._trainer(self.policy.params)
+        if self.saved is not None:
+            with self.events.span("restore", step=self.saved.step):
+                found = self.checkpoints.restore(self.saved.step, {"policy": trainer.state})
+            trainer.state = found["policy"]
+            return trainer, self.saved.step
+        if self.config.warm_up.steps:
+            trainer = self._trainer(self._warmed_up())
+        return trainer, 0
+
+    def _trainer(self, params: dict) -> PolicyTrainer:
+        return PolicyTrainer(
+            self.policy.model,
+            self.config.trainer,
+            params,
+            row_tokens=self.row_tokens,
+            samples=self.per_step,
+            temperature=self.config.rollout.temperature,
+        )
+
+    def _warmed_up(self) -> dict:
+        """The weights after the supervised phase."""
+        warm = self.config.warm_up
+        samples = supervised_samples(self.data.train, self.policy.tokenizer, warm)
+        supervised = dataclasses.replace(
+            self.config.trainer,
+            learning_rate=warm.learning_rate,
+            schedule="constant",
+            warmup_steps=0,
+            weight_decay=0.0,
+        )
+        longest = max(s.tokens for s in samples)
+        teacher = PolicyTrainer(
+            self.policy.model,
+            supervised,
+            self.policy.params,
+            row_tokens=longest,
+            samples=warm.batch,
+        )
+        self.progress.start("warm-up", warm.steps)
+        with self.events.span("warm-up"):
+            warm_up(teacher, samples, warm, self.progress.advance)
+        return teacher.state.params
+
+    def record(self, line: dict):
+        """Write the metrics line of a step, and what happened in it."""
+        self.metrics.write(line)
+        self.events.flush()
+        self.lines.append(line)
+        self.progress.step(line)
+
+    def save(self, trainer: PolicyTrainer, step: int):
+        """Start a checkpoint of everything that the steps after `step` depend on.
+
+        Always after the step's metrics line: a run that dies between the two repeats the step.
+        """
+        record = {
+            "config": to_dict(self.config),
+            "data": self.stream.state(),
+            "run_key": np.asarray(jax.random.key_data(self.run_key)).tolist(),
+            "metrics_bytes": self.metrics.position(),
+        }
+        with self.events.span("checkpoint", step=step):
+            self.checkpoints.save(step, {"policy": trainer.state}, record)
+
+    def close(self):
+        self.pool.close()
+        self.metrics.close()
+        self.events.close()
+        self.compiling.close()
+
+
+def _saved(checkpoints: Checkpoints, config: Config) -> Saved | None:
+    """The newest checkpoint. Raises ValueError where it is one of another config."""
+    if not (steps := checkpoints.steps()):
+        return None
+    step, record = steps[-1], checkpoints.record(steps[-1])
+    if different := differences(record["config"], to_dict(config), MAY_CHANGE):
+        raise ValueError(
+            f"{checkpoints.folder} holds a run of another config: {'; '.join(different)}. Go on "
+            f"with its settings (only {', '.join(MAY_CHANGE)} may change), or choose another folder"
+        )
+    if step > config.steps:
+        raise ValueError(
+            f"{checkpoints.folder} holds a run of {step} steps, more than steps={config.steps}; "
+            "raise steps, or choose another folder"
+        )
+    return Saved(step, record)
+
+
+def mark_done(workdir: Path, steps: int):
+    """Say that a run has nothing left to do; `finished_steps` reads it."""
+    atomic.write_json(workdir / DONE, {"steps": steps})
+
+
+def finished_steps(workdir: Path) -> int | None:
+    """Steps of the finished run in a folder; None where there is none."""
+    path = workdir / DONE
+    return json.loads(path.read_text(encoding="utf-8"))["steps"] if path.exists() else None
+
+
+def peak_memory_gb() -> float:
+    """The most memory that this process has held, gigabytes."""
+    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
