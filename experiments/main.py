@@ -146,6 +146,7 @@ def main(argv):
         return
     cache = workdir.parent / ".jax_cache"
     jax.config.update("jax_compilation_cache_dir", str(cache.absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # restarts are common
     try:
         with TerminalProgress(config.steps) as progress:
             summary = train(config, workdir, progress)

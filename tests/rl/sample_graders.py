@@ -72,3 +72,8 @@ def fails_on_some(text, entry):
     if sum(text.encode()) % 2:
         raise ValueError("odd")
     return float(len(text) > 1)
+
+
+def parity(text, entry):
+    """A reward that differs within every group and needs no skill."""
+    return sum(text.encode()) % 2

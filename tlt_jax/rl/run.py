@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from tlt_jax import atomic
-from tlt_jax.checkpoint import Checkpoints
+from tlt_jax.checkpoint import CheckpointError, Checkpoints
 from tlt_jax.compile_clock import CompileClock
 from tlt_jax.config import Config, differences, to_dict
 from tlt_jax.events import EventLog
@@ -189,7 +189,12 @@ class Run:
             self.checkpoints.save(step, {"policy": trainer.state}, record)
 
     def close(self):
+        """Stop the workers and close the files; a checkpoint under way is finished first."""
         self.pool.close()
+        try:
+            self.checkpoints.wait()
+        except CheckpointError as error:  # of a run that ends by another error
+            warnings.warn(str(error), stacklevel=2)
         self.metrics.close()
         self.events.close()
         self.compiling.close()

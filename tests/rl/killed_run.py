@@ -1,0 +1,104 @@
+"""A training run that kills itself with SIGKILL at a named point: the driver of test_kill.py.
+
+    python -m tests.rl.killed_run POINT --config=… --workdir=… [--config.…]
+
+POINT is one of POINTS, or `never`. Functions of the run are wrapped from outside, so that the code
+under test knows nothing of this.
+"""
+
+import functools
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from absl import app, flags
+
+from experiments import main
+from tlt_jax import atomic, checkpoint
+from tlt_jax.atomic import LineFile
+from tlt_jax.models import hf
+from tlt_jax.rl import evaluate, loop, policy_trainer
+from tlt_jax.rl.rewards import RewardPool
+from tlt_jax.rl.run import Run
+from tlt_jax.spec.session import Session
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_at(owner: Any, name: str, nth: int = 1, *, after=False, only: Callable = lambda *_: True):
+    """Die before (or after) the nth call of `owner.name` for whose arguments `only` holds."""
+    function = getattr(owner, name)
+    calls = 0
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        nonlocal calls
+        calls += bool(only(*args))
+        if not after and calls == nth:
+            die()
+        result = function(*args, **kwargs)
+        if after and calls == nth:
+            die()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def tear_line(nth: int):
+    """Die with half of the nth synced line (one of metrics.jsonl) written."""
+    append, calls = LineFile.append, 0
+
+    def torn(self, text, *, sync):
+        nonlocal calls
+        calls += sync
+        if sync and calls == nth:
+            append(self, text[: len(text) // 2], sync=True)
+            die()
+        append(self, text, sync=sync)
+
+    LineFile.append = torn
+
+
+def is_manifest(source, target):
+    return str(target).endswith(checkpoint.MANIFEST)
+
+
+def is_policy(source, target):
+    return str(target).endswith("policy")
+
+
+# Steps are counted from 1; evaluation and warm-up call some of these as well, hence the numbers.
+POINTS: dict[str, Callable[[], None]] = {
+    "never": lambda: None,
+    "in the warm-up": lambda: kill_at(policy_trainer, "apply_gradient", 5),
+    "in the first evaluation": lambda: kill_at(evaluate, "accuracy"),
+    "in a rollout": lambda: kill_at(Session, "collect", 12),
+    "in grading": lambda: kill_at(RewardPool, "submit", 40),
+    "waiting for rewards": lambda: kill_at(RewardPool, "drain", 5),
+    "in an update": lambda: kill_at(loop.PolicyTrainer, "gradient", 24, after=True),
+    "before publishing": lambda: kill_at(loop, "publish", 4),
+    "in a metrics line": lambda: tear_line(4),
+    "between metrics line and checkpoint": lambda: kill_at(Run, "save", 3),
+    "as a checkpoint starts": lambda: kill_at(
+        checkpoint.ocp, "save_checkpointables_async", 3, after=True
+    ),
+    "before a manifest": lambda: kill_at(
+        atomic, "write_json", 3, only=lambda path, _: is_manifest(None, path)
+    ),
+    "in a manifest": lambda: kill_at(os, "replace", 3, only=is_manifest),
+    "removing a checkpoint": lambda: kill_at(
+        shutil, "rmtree", only=lambda path, *_: path.parent.name == "checkpoints"
+    ),
+    "saving the policy": lambda: kill_at(os, "replace", only=is_policy),
+    "before the end": lambda: kill_at(hf, "save", after=True),
+}
+
+if __name__ == "__main__":
+    POINTS[sys.argv.pop(1)]()
+    flags.mark_flags_as_required(["config", "workdir"])
+    app.run(main.main, flags_parser=main.parse_flags)
