@@ -24,7 +24,8 @@ from tlt_jax import atomic
 from tlt_jax.config import Config, differences, from_dict, to_dict
 from tlt_jax.events import to_chrome_trace
 from tlt_jax.rl.loop import Summary, train
-from tlt_jax.rl.run import CHECKPOINTS, MAY_CHANGE, METRICS, finished_steps, peak_memory_gb
+from tlt_jax.rl.policy import CHECKPOINTS, FINAL
+from tlt_jax.rl.run import MAY_CHANGE, METRICS, finished_steps, peak_memory_gb
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "Config file.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; made if it is not there.")
@@ -45,7 +46,7 @@ def prepare_workdir(workdir: Path, config: Config):
         "devices": [str(d) for d in jax.devices()],
     }
     earlier = []
-    for name in (METRICS, CHECKPOINTS, "policy"):
+    for name in (METRICS, CHECKPOINTS, FINAL):
         if (workdir / name).exists() and not path.exists():
             raise SystemExit(
                 f"--workdir={workdir} holds {name} and no config.json, so it is no run to go on "

@@ -77,3 +77,9 @@ def fails_on_some(text, entry):
 def parity(text, entry):
     """A reward that differs within every group and needs no skill."""
     return sum(text.encode()) % 2
+
+
+def often_one(text, entry):
+    """1 for most responses, so that many groups are all alike; slow enough to be overtaken."""
+    time.sleep(0.01)
+    return float(sum(text.encode()) % 8 > 0)

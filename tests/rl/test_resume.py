@@ -1,5 +1,6 @@
 """Interrupted and resumed is the same, bit for bit, as not interrupted."""
 
+import dataclasses
 import json
 import shutil
 
@@ -107,9 +108,8 @@ def test_forgetting_part_of_the_state_shows(reference, tmp_path, monkeypatch, fo
 
             def fresh_moments(self, step, like):
                 found = restore(self, step, like)
-                state = found["policy"]
-                opt_state = init_optimizer(smoke().trainer, state.params)
-                return {"policy": state.replace(opt_state=opt_state)}
+                opt_state = init_optimizer(smoke().trainer, found["policy"])
+                return {**found, "optimizer": [opt_state, found["optimizer"][1]]}
 
             patch.setattr(runs.Checkpoints, "restore", fresh_moments)
         else:
@@ -169,3 +169,25 @@ def test_a_damaged_checkpoint_stops_the_start_and_changes_nothing(tmp_path):
 def test_a_run_without_checkpoints_has_none(tmp_path):
     train(tmp_path / "run", steps=1, **{"checkpoint.every": 0})
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_run_starts_from_the_weights_of_another(reference, tmp_path, monkeypatch):
+    interrupted(tmp_path / "cut", monkeypatch, loop, "publish", 4)
+    key = runs.jax.random.key(0)
+
+    def weights(path):
+        config = dataclasses.replace(smoke().policy, path=str(path))
+        return runs.policy.load(config, key).params
+
+    def same(a, b):
+        return all(map(np.array_equal, runs.jax.tree.leaves(a), runs.jax.tree.leaves(b)))
+
+    final = weights(reference)
+    assert same(final, weights(reference / "policy"))
+    assert same(final, weights(reference / "checkpoints" / "4"))
+    assert same(weights(tmp_path / "cut"), weights(reference / "checkpoints" / "2"))
+    assert not same(final, weights(tmp_path / "cut"))
+    with pytest.raises(ValueError, match=r"checkpoints/3' has no such .*there are \[2, 4\]"):
+        weights(reference / "checkpoints" / "3")
+    summary = train(tmp_path / "next", **{"policy.path": str(tmp_path / "cut"), "warm_up.steps": 0})
+    assert len(summary.lines) == 5

@@ -64,6 +64,20 @@ def check(engine, params, groups, sampling, run_key):
     return answers, shapes
 
 
+def drive_adding(engine, params, groups, sampling, run_key, when):
+    """As `drive`, the groups added by parts; `when` says of a session whether to add the next."""
+    parts = [list(part) for part in np.array_split(np.array(groups, object), 4)]
+    session = engine.start(params, parts[0], sampling=sampling, run_key=run_key)
+    parts, answers, shapes = parts[1:], {}, []
+    while not session.done or parts:
+        if parts and (session.done or when(session)):
+            session.add(parts.pop(0))
+        session.dispatch()
+        shapes.append((len(session.rows), session.slots))
+        answers.update({(r.group.draw, r.member): r for r in session.collect()})
+    return answers, shapes
+
+
 @pytest.fixture(scope="module")
 def float64():
     """An engine in float64 whose sessions use every kind of program, and its parameters."""
@@ -78,6 +92,42 @@ def float64():
             taps=TAPS,
         )
         yield Engine(config, shapes, tiny.EOS), transformer.unstack_layers(params), params
+
+
+@pytest.mark.parametrize("when", ["in the tail", "when nothing is left"])
+def test_groups_added_on_the_way_get_the_same_tokens(float64, when):
+    """A batch that has shrunk grows again, and the cache widens for a longer prompt."""
+    engine, params, _ = float64
+    run_key = jax.random.key(11)
+    groups = sorted(
+        tiny.requests(12, longest=24, vocab=engine.model.vocab_size), key=lambda g: len(g.prompt)
+    )
+    sampling = SETTINGS[0]
+    together, _ = drive(engine, params, groups, sampling, run_key)
+    added, shapes = drive_adding(
+        engine,
+        params,
+        groups,
+        sampling,
+        run_key,
+        lambda session: when == "in the tail" and session.live < 2 and not session.queue,
+    )
+    assert added.keys() == together.keys()
+    for key, response in added.items():
+        np.testing.assert_array_equal(response.tokens, together[key].tokens)
+        assert response.finish_reason == together[key].finish_reason
+    rows = [rows for rows, _ in shapes]
+    assert any(a < b for a, b in zip(rows, rows[1:]))
+
+
+def test_an_added_group_is_checked_like_any_other(float64):
+    engine, params, _ = float64
+    group = Group((1, 2), 0, 2, noise.TRAIN)
+    session = engine.start(params, [group], sampling=SETTINGS[0], run_key=jax.random.key(0))
+    for bad in (group, Group((), 1, 1, noise.TRAIN)):
+        with pytest.raises(ValueError, match="two groups share|is empty"):
+            session.add([Group((5,), 9, 1, noise.TRAIN), bad])
+    assert len(list(session.run())) == 2  # nothing was added
 
 
 def test_tokens_are_the_references_in_every_bucket(float64):

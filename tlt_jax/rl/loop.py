@@ -17,6 +17,7 @@ from tlt_jax.models import hf
 from tlt_jax.rl import evaluate
 from tlt_jax.rl.dynamic_sampling import DynamicSampling
 from tlt_jax.rl.judged import Judged
+from tlt_jax.rl.policy import FINAL
 from tlt_jax.rl.policy_trainer import NonFiniteError, PolicyTrainer
 from tlt_jax.rl.rewards import count_statuses, require_some_ok
 from tlt_jax.rl.rollout import Rollout, rollout
@@ -65,8 +66,8 @@ def train(config: Config, workdir: Path, progress: Progress) -> Summary:
         run.checkpoints.wait()
         with run.events.span("save policy"):
             params = jax.device_get(trainer.state.params)
-            shutil.rmtree(workdir / "policy", ignore_errors=True)
-            hf.save(workdir / "policy", run.policy.model, params, tokenizer=run.policy.tokenizer)
+            shutil.rmtree(workdir / FINAL, ignore_errors=True)
+            hf.save(workdir / FINAL, run.policy.model, params, tokenizer=run.policy.tokenizer)
         mark_done(workdir, config.steps)
         return Summary(
             run.lines, time.monotonic() - began, run.compiling.seconds, run.engine.pool.table()

@@ -23,14 +23,14 @@ from tlt_jax.rl import policy
 from tlt_jax.rl.data import Prompt, PromptStream, load_prompts
 from tlt_jax.rl.graders import check_entry
 from tlt_jax.rl.packing import BatchShape
-from tlt_jax.rl.policy_trainer import PolicyTrainer
+from tlt_jax.rl.policy_trainer import PolicyTrainer, TrainState
 from tlt_jax.rl.rewards import RewardPool
 from tlt_jax.rl.warm_up import supervised_samples, warm_up
 from tlt_jax.spec import noise
 from tlt_jax.spec.engine import Engine
 
 PACKED_ROW_TOKENS = 256  # longer rows save little: attention is computed over the whole row
-CHECKPOINTS, METRICS, EVENTS, DONE = "checkpoints", "metrics.jsonl", "events.jsonl", "DONE"
+METRICS, EVENTS, DONE = "metrics.jsonl", "events.jsonl", "DONE"
 MAY_CHANGE = ("steps", "checkpoint", "logger")  # settings that a resumed run may change
 
 
@@ -61,7 +61,7 @@ class Run:
 
     def __init__(self, config: Config, workdir: Path, progress: Progress):
         self.config, self.workdir, self.progress = config, workdir, progress
-        self.checkpoints = Checkpoints(workdir / CHECKPOINTS, config.checkpoint)
+        self.checkpoints = Checkpoints(workdir / policy.CHECKPOINTS, config.checkpoint)
         self.saved = _saved(self.checkpoints, config)
         policy_key, self.run_key = jax.random.split(jax.random.key(config.seed))
         self.policy = policy.load(config.policy, policy_key)
@@ -126,8 +126,9 @@ class Run:
         trainer = self._trainer(self.policy.params)
         if self.saved is not None:
             with self.events.span("restore", step=self.saved.step):
-                found = self.checkpoints.restore(self.saved.step, {"policy": trainer.state})
-            trainer.state = found["policy"]
+                trainer.state = _state(
+                    self.checkpoints.restore(self.saved.step, _parts(trainer.state))
+                )
             return trainer, self.saved.step
         if self.config.warm_up.steps:
             trainer = self._trainer(self._warmed_up())
@@ -186,7 +187,7 @@ class Run:
             "metrics_bytes": self.metrics.position(),
         }
         with self.events.span("checkpoint", step=step):
-            self.checkpoints.save(step, {"policy": trainer.state}, record)
+            self.checkpoints.save(step, _parts(trainer.state), record)
 
     def close(self):
         """Stop the workers and close the files; a checkpoint under way is finished first."""
@@ -198,6 +199,15 @@ class Run:
         self.metrics.close()
         self.events.close()
         self.compiling.close()
+
+
+def _parts(state: TrainState) -> dict:
+    """The parts of a checkpoint; weights apart, because another run may start from them alone."""
+    return {policy.PART: state.params, "optimizer": [state.opt_state, state.step]}
+
+
+def _state(parts: dict) -> TrainState:
+    return TrainState(parts[policy.PART], *parts["optimizer"])
 
 
 def _saved(checkpoints: Checkpoints, config: Config) -> Saved | None:

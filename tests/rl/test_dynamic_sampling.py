@@ -1,0 +1,122 @@
+"""Dynamic sampling: what is trained on depends on scores and draw order, never on the clock."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from tests.rl import sample_graders
+from tests.rl.test_loop import Silent, smoke
+from tlt_jax.rl import loop
+from tlt_jax.rl.data import Prompt
+from tlt_jax.rl.dynamic_sampling import DynamicSampling, informative
+from tlt_jax.rl.rewards import Score
+
+SAMPLES, WANTED = 3, 4
+
+
+def score(value):
+    return Score(value, "ok", "") if value is not None else Score(None, "timeout", "")
+
+
+def sampler(max_batches=50):
+    counter = itertools.count()
+
+    def take(n):
+        return [Prompt(next(counter), 0, (1,), "", "", {}) for _ in range(n)]
+
+    return DynamicSampling(take, WANTED, SAMPLES, max_batches)
+
+
+def world(seed, share):
+    """All scores there would be, by (draw, member); `share` of the groups are informative."""
+    rng = np.random.default_rng(seed)
+    scores = {}
+    for draw in range(400):
+        values = [1.0] * SAMPLES
+        if rng.random() < share:
+            values[rng.integers(SAMPLES)] = 0.0
+        elif rng.random() < 0.3:
+            values[0] = None
+        scores |= {(draw, m): score(v) for m, v in enumerate(values)}
+    return scores
+
+
+def play(truth, order_seed, every):
+    """Scores arrive in a random order, `every` so many are shown -> (batches, chosen)."""
+    rng = np.random.default_rng(order_seed)
+    decide = sampler()
+    known, waiting = {}, [(p.draw, m) for p in decide.drawn for m in range(SAMPLES)]
+    while waiting:
+        for _ in range(min(every, len(waiting))):
+            key = waiting.pop(rng.integers(len(waiting)))
+            known[key] = truth[key]
+        waiting += [(p.draw, m) for p in decide.more(known) for m in range(SAMPLES)]
+    return decide.batches, decide.chosen(known)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_the_order_of_arrival_changes_nothing(share):
+    for seed in range(20):
+        truth = world(seed, share)
+        eager = [play(truth, order, every=1) for order in range(5)]
+        patient = play(truth, 0, every=10**6)
+        assert all(outcome == patient for outcome in eager)
+
+
+def test_the_first_informative_groups_by_draw_are_chosen():
+    truth = world(3, 0.3)
+    batches, chosen = play(truth, 0, every=7)
+    groups = [[truth[d, m] for m in range(SAMPLES)] for d in range(400)]
+    wanted = [d for d, group in enumerate(groups) if informative(group)][:WANTED]
+    assert chosen == set(wanted)
+    assert batches == wanted[-1] // WANTED + 1
+
+
+def test_at_the_limit_the_first_others_fill_up():
+    decide = sampler(max_batches=2)
+    assert [p.draw for p in decide.more({(d, m): score(1.0) for d in range(4) for m in range(3)})]
+    known = {(d, m): score(1.0) for d in range(8) for m in range(3)} | {(6, 0): score(0.0)}
+    assert decide.more(known) == []
+    assert decide.chosen(known) == {6, 0, 1, 2}
+
+
+def test_a_failed_grading_makes_no_group_informative():
+    assert not informative([score(1.0), score(None), score(1.0)])
+    assert informative([score(1.0), score(None), score(0.0)])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dynamic")
+
+    def run(name, **changes):
+        (folder / name).mkdir()
+        settings = {"reward.grader": f"{sample_graders.__name__}:often_one", **changes}
+        loop.train(smoke(**settings), folder / name, Silent())
+        lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    dynamic = {"algorithm.name": "dapo"}
+    return {
+        "plain": run("plain"),
+        "fixed": run("fixed", **dynamic),
+        "fast": run("fast", schedule="fast", **dynamic),
+    }
+
+
+def test_a_run_draws_on_until_enough_groups_tell(runs):
+    steps = [line for line in runs["fixed"] if line["content/step"] > 0]
+    assert any(line["content/prompts"] > 4 for line in steps)
+    assert all(line["content/prompts"] % 4 == 0 for line in steps)
+    assert all(line["content/prompts"] == 4 for line in runs["plain"] if line["content/step"])
+
+
+def test_fast_and_fixed_schedules_have_the_same_content(runs):
+    """Tokens, rewards and draws; losses up to the rounding of another batch shape."""
+    for a, b in zip(runs["fixed"], runs["fast"], strict=True):
+        for key in (k for k in a if k.startswith("content/")):
+            assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-6), key
+        for key in ("content/tokens", "content/reward_mean", "content/prompts"):
+            assert a.get(key) == b.get(key)
