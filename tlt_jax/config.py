@@ -10,10 +10,11 @@ import typing
 from collections.abc import Mapping, Sequence
 
 from tlt_jax.checkpoint import CheckpointConfig
+from tlt_jax.rl.algorithm import AlgorithmConfig
 from tlt_jax.rl.data import DataConfig
 from tlt_jax.rl.evaluate import EvaluationConfig
+from tlt_jax.rl.optimizer import TrainerConfig
 from tlt_jax.rl.policy import PolicyConfig
-from tlt_jax.rl.policy_trainer import TrainerConfig
 from tlt_jax.rl.rewards import RewardConfig
 from tlt_jax.rl.rollout import RolloutConfig
 from tlt_jax.rl.warm_up import WarmUpConfig
@@ -28,6 +29,7 @@ class Config:
     policy: PolicyConfig = PolicyConfig()
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     warm_up: WarmUpConfig = WarmUpConfig()
@@ -47,11 +49,7 @@ class Config:
                 "rollout.temperature=0: all responses to a prompt would be the same, and nothing "
                 "could be learned from comparing them; set it above 0"
             )
-        if self.rollout.samples < 2:
-            raise ValueError(
-                f"rollout.samples={self.rollout.samples}: a response is compared with the others "
-                "to its prompt, so there must be at least 2"
-            )
+        self._check_algorithm()
         if self.rollout.top_p < 1 or self.rollout.top_k > 0:
             raise ValueError(
                 f"rollout.top_p={self.rollout.top_p}, top_k={self.rollout.top_k}: training needs "
@@ -62,6 +60,25 @@ class Config:
             raise ValueError(
                 f"evaluation.prompts={self.evaluation.prompts} is more than data.eval_size="
                 f"{self.data.eval_size}; raise the latter, or set evaluation.prompts=0 for none"
+            )
+
+    def _check_algorithm(self):
+        algorithm, rollout = self.algorithm, self.rollout
+        if rollout.samples < algorithm.min_samples:
+            raise ValueError(
+                f"rollout.samples={rollout.samples}: algorithm {algorithm.name!r} compares a "
+                f"response with the others to its prompt, so there must be at least "
+                f"{algorithm.min_samples}"
+            )
+        if algorithm.mini_batches > rollout.prompts:
+            raise ValueError(
+                f"algorithm.mini_batches={algorithm.mini_batches} is more than rollout.prompts="
+                f"{rollout.prompts}: a mini-batch holds whole groups"
+            )
+        if algorithm.overlong_buffer > rollout.max_new_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer={algorithm.overlong_buffer} is longer than "
+                f"rollout.max_new_tokens={rollout.max_new_tokens}; the paper's is a fifth of it"
             )
 
 

@@ -18,8 +18,10 @@ import numpy as np
 
 from tlt_jax.models import transformer
 from tlt_jax.models.config import ModelConfig
+from tlt_jax.rl.algorithm import AlgorithmConfig
+from tlt_jax.rl.optimizer import TrainerConfig
 from tlt_jax.rl.packing import Sample
-from tlt_jax.rl.policy_trainer import PolicyTrainer, TrainerConfig
+from tlt_jax.rl.policy_trainer import PolicyTrainer
 
 SMOLLM2 = ModelConfig(
     vocab_size=49152,
@@ -58,7 +60,15 @@ def random_samples(model: ModelConfig, rows: int, tokens: int, prompt: int) -> l
 def measure(model: ModelConfig, config: TrainerConfig, rows: int, tokens: int, args) -> dict:
     """Seconds of an update and the share of the matrix-product rate that it reaches."""
     params = transformer.init(model, jax.random.key(0))
-    trainer = PolicyTrainer(model, config, params, row_tokens=tokens, samples=rows)
+    trainer = PolicyTrainer(
+        model,
+        config,
+        AlgorithmConfig(),
+        params,
+        row_tokens=tokens,
+        samples=rows,
+        max_new_tokens=tokens - args.prompt,
+    )
     samples = random_samples(model, rows, tokens, args.prompt)
     start = time.perf_counter()
     trainer.update(samples)

@@ -5,6 +5,7 @@ import typing
 from collections.abc import Mapping
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 from tlt_jax.config import Config
 
@@ -24,8 +25,15 @@ def _defaults(kind: type) -> dict:
         if dataclasses.is_dataclass(hints[field.name]):
             values[field.name] = _defaults(hints[field.name])
         elif field.default is not dataclasses.MISSING:
-            values[field.name] = field.default
+            values[field.name] = _open(hints[field.name], field.default)
     return values
+
+
+def _open(hint, default):
+    """`default`, or, for a setting that may be None, a place for a value of its kind: a plain None
+    could not be overridden from the command line."""
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+    return placeholder(kinds[0]) if default is None and kinds else default
 
 
 def _laid_over(base: dict, changes: Mapping) -> dict:

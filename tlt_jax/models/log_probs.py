@@ -1,4 +1,4 @@
-"""Log-probs of given tokens without the logits of all of them at once.
+"""Log-probs of given tokens, and entropies, without the logits of all of them at once.
 
 The head's product, the softmax and its gradient are done for a chunk of tokens at a time, so a
 vocabulary of 150k costs [chunk, V] floats and not [tokens, V]. The backward pass computes a
@@ -24,12 +24,13 @@ def token_log_probs(
     *,
     temperature: float = 1.0,
     chunk: int = 1024,
-) -> jax.Array:
-    """log_softmax(logits / temperature)[target] of the first `count` of N tokens -> [N].
+) -> tuple[jax.Array, jax.Array]:
+    """log_softmax(logits / temperature)[target] of the first `count` of N tokens, and the entropy
+    of that softmax in nats -> (logp [N], entropy [N]).
 
     hidden_ND: after the final norm, as `forward` returns it. chunk: how many tokens may have their
     logits at once. Values past `count` are unspecified (finite where `hidden_ND` is) and take no
-    gradient. float32 (float64 in tests).
+    gradient; nor does the entropy anywhere. float32 (float64 in tests).
     """
     N, _ = hidden_ND.shape
     # Even chunks: 1536 tokens in chunks of at most 1024 are two of 768, not 1024 and 512 + padding.
@@ -38,8 +39,8 @@ def token_log_probs(
     hidden_ND = jnp.pad(hidden_ND, ((0, pad), (0, 0)))
     targets_N = jnp.pad(targets_N, (0, pad))
     head_VD = transformer.head(config, params)
-    logp_N = _chunked(hidden_ND, head_VD, targets_N, count, temperature, chunk)
-    return logp_N[:N]
+    logp_N, entropy_N = _chunked(hidden_ND, head_VD, targets_N, count, temperature, chunk)
+    return logp_N[:N], entropy_N[:N]
 
 
 def _scores(hidden_ND, head_VD, temperature):
@@ -59,20 +60,24 @@ def _chunked(hidden_ND, head_VD, targets_N, count, temperature, chunk):
 
 def _forward(hidden_ND, head_VD, targets_N, count, temperature, chunk):
     def body(i, carry):
-        logp_N, norm_N = carry
         scores = _scores(_slice(hidden_ND, i, chunk), head_VD, temperature)
         norm = jax.nn.logsumexp(scores, axis=-1)
         picked = jnp.take_along_axis(scores, _slice(targets_N, i, chunk)[:, None], axis=-1)
-        put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, i * chunk, 0)  # noqa: E731
-        return put(logp_N, picked[:, 0] - norm), put(norm_N, norm)
+        # H = -sum p log p = norm - sum p * score
+        mean_score = jnp.sum(jnp.exp(scores - norm[:, None]) * scores, axis=-1)
+        new = (picked[:, 0] - norm, norm - mean_score, norm)
+        put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * chunk, 0)  # noqa: E731
+        return tuple(map(put, carry, new))
 
     zeros = jnp.zeros(targets_N.shape, jnp.promote_types(hidden_ND.dtype, jnp.float32))
-    logp_N, norm_N = jax.lax.fori_loop(0, _chunks(count, chunk), body, (zeros, zeros))
-    return logp_N, (hidden_ND, head_VD, targets_N, count, norm_N)
+    start = (zeros, zeros, zeros)
+    logp_N, entropy_N, norm_N = jax.lax.fori_loop(0, _chunks(count, chunk), body, start)
+    return (logp_N, entropy_N), (hidden_ND, head_VD, targets_N, count, norm_N)
 
 
-def _backward(temperature, chunk, saved, grad_N):
+def _backward(temperature, chunk, saved, grads):
     hidden_ND, head_VD, targets_N, count, norm_N = saved
+    grad_N, _ = grads  # none from the entropy
     # Places past `count` in the last chunk have a softmax too: no gradient may come from them.
     grad_N = jnp.where(jnp.arange(grad_N.shape[0]) < count, grad_N, 0.0) / temperature
     V = head_VD.shape[0]

@@ -125,7 +125,7 @@ def _judged_rollout(run: Run, published: Published, step: int) -> Judged:
         eager=config.schedule == "fast",
     )
     scores = {(g.prompt.draw, g.response.member): g.score for g in done.graded}
-    return Judged.of(done, sampler.chosen(scores))
+    return Judged.of(done, sampler.chosen(scores), config.algorithm)
 
 
 def _update(run: Run, trainer: PolicyTrainer, judged: Judged, step: int) -> dict:
@@ -170,7 +170,7 @@ def _content(judged: Judged, update: dict) -> dict:
         "content/response_length_max": int(lengths.max()),
         "content/truncated_share": np.mean([r.finish_reason == "length" for r in responses]),
         "content/valid_share": judged.valid_N.mean(),
-        "content/zero_advantage_share": np.mean(judged.advantages_N == 0),
+        "content/zero_advantage_share": np.mean([not np.any(a) for a in judged.advantages]),
         "content/prompts": len({g.prompt.draw for g in judged.rollout.graded}),
         "content/tokens": int(lengths.sum()),
     }

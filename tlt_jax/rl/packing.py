@@ -14,6 +14,9 @@ import dataclasses
 import flax.struct
 import numpy as np
 
+OPTIONAL = ("old_logp", "reference_logp")  # log-probs that all samples of an update have, or none
+INTEGERS = ("at", "targets", "sample", "sequence")
+
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
@@ -24,12 +27,13 @@ class Sample:
     advantages: np.ndarray | float  # [R], or one number for all tokens
     rollout_logp: np.ndarray  # [R] log-probs under the logits that were sampled
     old_logp: np.ndarray | None = None  # [R] denominator of the ratio; None: the policy itself
+    reference_logp: np.ndarray | None = None  # [R] under the policy that a KL is taken to
     group: int | None = None  # samples of one group have the same prompt and may share it
 
     def __post_init__(self):
         if len(self.prompt) == 0:
             raise ValueError("a sample has an empty prompt; start it with a BOS or newline token")
-        for name in ("advantages", "rollout_logp", "old_logp"):
+        for name in ("advantages", "rollout_logp", "old_logp", "reference_logp"):
             size = np.size(getattr(self, name)) if getattr(self, name) is not None else None
             scalar = name == "advantages" and np.ndim(self.advantages) == 0
             if size is not None and not scalar and size != len(self.response):
@@ -47,7 +51,8 @@ class Sample:
 class PackedBatch:
     """A micro-batch: B rows of T tokens and the list of N = B * T places for scored tokens.
 
-    The first `count` places of the list are real; the others point at 0 and hold zeros.
+    The first `count` places of the list are real; the others point at 0 and hold zeros. Per-token
+    numbers are float64 on the host; a jitted function takes them in JAX's default precision.
     """
 
     tokens: np.ndarray  # [B, T] int32
@@ -57,9 +62,12 @@ class PackedBatch:
     at: np.ndarray  # [N] int32, b * T + t of the logits that score the token
     targets: np.ndarray  # [N] int32, the token scored
     sample: np.ndarray  # [N] int32, index of its sample; -1 past `count`
-    advantages: np.ndarray  # [N] float32
-    rollout_logp: np.ndarray  # [N] float32
-    old_logp: np.ndarray | None  # [N] float32, or None for all
+    sequence: np.ndarray  # [N] int32, the same counted from 0 within the micro-batch
+    advantages: np.ndarray  # [N] float
+    weights: np.ndarray  # [N] float, of the token in the loss
+    rollout_logp: np.ndarray  # [N] float
+    old_logp: np.ndarray | None  # [N] float, or None for all
+    reference_logp: np.ndarray | None  # [N] float, or None for all
     count: np.ndarray  # [] int32, scored tokens
 
 
@@ -130,12 +138,32 @@ def bundles(samples: list[Sample], room: int) -> list[list[int]]:
     return out
 
 
-def pack(samples: list[Sample], shape: BatchShape, *, packed: bool) -> list[PackedBatch]:
+def mini_batches(samples: list[Sample], count: int) -> list[list[Sample]]:
+    """Samples in at most `count` parts of whole groups, in the order in which the groups come.
+
+    As many groups to each part as possible is even; fewer parts where there are fewer groups. A
+    sample without a group is one of its own.
+    """
+    groups: dict[object, list[Sample]] = {}
+    for i, sample in enumerate(samples):
+        key = ("alone", i) if sample.group is None else sample.group
+        groups.setdefault(key, []).append(sample)
+    members = list(groups.values())
+    count = min(count, len(members))
+    ends = [len(members) * (i + 1) // count for i in range(count)]
+    return [sum(members[a:b], []) for a, b in zip([0, *ends], ends)]
+
+
+def pack(
+    samples: list[Sample], shape: BatchShape, *, packed: bool, weights: np.ndarray | None = None
+) -> list[PackedBatch]:
     """Samples in micro-batches of `shape`; the last one is filled with empty rows.
 
     packed: several samples share a row (attention is cut by `segments`), those of one group also
-    their prompt; else one per row, in order. Raises ValueError for a sample longer than a row.
+    their prompt; else one per row, in order. weights: of each token of a sample in the loss, one
+    number per sample; 0 where there is no loss. Raises ValueError for a sample longer than a row.
     """
+    weights = np.zeros(len(samples)) if weights is None else weights
     sizes = [s.tokens for s in samples]
     for i, size in enumerate(sizes):
         if size > shape.length:
@@ -143,9 +171,9 @@ def pack(samples: list[Sample], shape: BatchShape, *, packed: bool) -> list[Pack
                 f"sample {i} has {size} tokens (prompt {len(samples[i].prompt)}, response "
                 f"{len(samples[i].response)}), a row holds {shape.length}; raise the row length"
             )
-    known = {s.old_logp is not None for s in samples}
-    if len(known) > 1:
-        raise ValueError("some samples have old_logp and some do not; give it for all or none")
+    for name in OPTIONAL:
+        if len({getattr(s, name) is None for s in samples}) > 1:
+            raise ValueError(f"some samples have {name} and some do not; give it for all or none")
     rows = [[[i]] for i in range(len(samples))]  # row, bundle, sample
     if packed:
         parts = bundles(samples, shape.length)
@@ -153,21 +181,18 @@ def pack(samples: list[Sample], shape: BatchShape, *, packed: bool) -> list[Pack
         fitted = first_fit_decreasing(together, shape.length)
         rows = [[parts[p] for p in row] for row in fitted]
     starts = range(0, len(rows), shape.rows)
-    return [_batch(samples, rows[start : start + shape.rows], shape) for start in starts]
+    return [_batch(samples, weights, rows[start : start + shape.rows], shape) for start in starts]
 
 
-def empty(shape: BatchShape) -> PackedBatch:
-    """A micro-batch of padding alone: it adds nothing to a gradient."""
-    return _batch([], [], shape)
-
-
-def _batch(samples: list[Sample], rows: list[list[list[int]]], shape: BatchShape) -> PackedBatch:
+def _batch(
+    samples: list[Sample], weights: np.ndarray, rows: list[list[list[int]]], shape: BatchShape
+) -> PackedBatch:
     B, T = shape.rows, shape.length
     tokens, positions, segments, prefixes = (np.zeros((B, T), np.int32) for _ in range(4))
-    scored = {name: [] for name in ("at", "targets", "sample", "advantages", "rollout_logp")}
-    with_old = any(s.old_logp is not None for s in samples)
-    if with_old:
-        scored["old_logp"] = []
+    given = [name for name in OPTIONAL if getattr(samples[0], name) is not None]
+    per_token = ["advantages", "rollout_logp", *given]
+    scored = {name: [] for name in (*INTEGERS, "weights", *per_token)}
+    sequence = 0
     for b, row in enumerate(rows):
         start, segment = 0, 0
         for bundle in row:
@@ -190,22 +215,21 @@ def _batch(samples: list[Sample], rows: list[list[list[int]]], shape: BatchShape
                 scored["at"].append(scored_places(last, b * T + start, R))
                 scored["targets"].append(s.response)
                 scored["sample"].append(np.full(R, i))
-                scored["advantages"].append(np.broadcast_to(s.advantages, R))
-                scored["rollout_logp"].append(s.rollout_logp)
-                if with_old:
-                    scored["old_logp"].append(s.old_logp)
-                start += R
+                scored["sequence"].append(np.full(R, sequence))
+                scored["weights"].append(np.full(R, weights[i]))
+                for name in per_token:
+                    scored[name].append(np.broadcast_to(getattr(s, name), R))
+                start, sequence = start + R, sequence + (R > 0)
     lists = {name: np.concatenate([*parts, []]) for name, parts in scored.items()}
     count = len(lists["at"])
 
     def padded(name):
-        dtype = np.int32 if name in ("at", "targets", "sample") else np.float32
+        dtype = np.int32 if name in INTEGERS else np.float64
         out = np.full(B * T, -1 if name == "sample" else 0, dtype)
         out[:count] = lists[name]
         return out
 
-    fields = {name: padded(name) for name in scored}
-    fields.setdefault("old_logp", None)
+    fields = dict.fromkeys(OPTIONAL) | {name: padded(name) for name in scored}
     count = np.int32(count)
     return PackedBatch(tokens, positions, segments, prefixes, count=count, **fields)
 

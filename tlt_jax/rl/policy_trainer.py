@@ -1,83 +1,37 @@
 """The policy update: gradients summed over micro-batches, clipped, applied with AdamW.
 
-Three compiled programs, none of which depends on how many samples or tokens an update has:
-`add_gradient` (one micro-batch into a donated accumulator), `global_norm`, and `apply_gradient`
-(donated state). Losses are divided by the token count of the whole update, so their gradients
-simply add up.
+Four compiled programs, none of which depends on how many samples or tokens an update has:
+`batch_log_probs`, `add_gradient` (one micro-batch into a donated accumulator), and `global_norm`
+and `apply_gradient` of `optimizer.py`. Every token carries its share of the loss of a whole
+optimizer step, so losses and gradients of micro-batches simply add up.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from tlt_jax.models import layers, transformer
 from tlt_jax.models.config import ModelConfig
 from tlt_jax.models.log_probs import token_log_probs
-from tlt_jax.rl import packing
-from tlt_jax.rl.loss import grpo_loss
+from tlt_jax.rl import loss, packing
+from tlt_jax.rl.algorithm import AlgorithmConfig
+from tlt_jax.rl.optimizer import (
+    TrainerConfig,
+    TrainState,
+    apply_gradient,
+    global_norm,
+    init_optimizer,
+)
 from tlt_jax.rl.packing import BatchShape, PackedBatch, Sample
 
-SCHEDULES = ("constant", "linear", "cosine")
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainerConfig:
-    """Optimizer, loss and micro-batches of the policy update."""
-
-    learning_rate: float = 1e-5
-    schedule: str = "constant"  # after the warm-up: constant, or linear or cosine down to zero
-    warmup_steps: int = 0
-    total_steps: int = 0  # linear, cosine: updates until zero, warm-up included
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0  # of weight matrices; norms and biases are left alone
-    clip_norm: float = 1.0  # of the gradient of the whole update
-    clip_low: float = 0.2  # ratio held within [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.2
-    micro_batch_tokens: int = 2048  # tokens of a micro-batch, padding included
-    pack: bool = True  # several samples per row
-    head_chunk: int = 1024  # tokens whose logits exist at once
-
-    def __post_init__(self):
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule={self.schedule!r} is not known; use one of {SCHEDULES}")
-        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
-            raise ValueError(
-                f"schedule={self.schedule!r} needs total_steps > warmup_steps, got "
-                f"total_steps={self.total_steps}, warmup_steps={self.warmup_steps}"
-            )
-        for name in ("learning_rate", "clip_norm", "micro_batch_tokens", "head_chunk", "eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be greater than 0")
-        for name in ("weight_decay", "warmup_steps", "clip_low", "clip_high"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
-
-    def learning_rate_at(self, step):
-        """Learning rate of update number `step` (from 0): linear warm-up, then the schedule."""
-        warm = jnp.minimum(1.0, (step + 1) / (self.warmup_steps + 1))
-        if self.schedule == "constant":
-            return self.learning_rate * warm
-        done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
-        done = jnp.clip(done, 0.0, 1.0)
-        left = 1 - done if self.schedule == "linear" else (1 + jnp.cos(jnp.pi * done)) / 2
-        return self.learning_rate * warm * left
-
-
-@flax.struct.dataclass
-class TrainState:
-    params: dict  # master weights, stacked layout
-    opt_state: tuple
-    step: jax.Array  # [] int32, updates done
+# Sums over the tokens computed: those of the loss, and gap = |trainer - rollout log-prob|,
+# gap_outside = tokens whose ratio of the two leaves [0.9, 1.1].
+SUMS = (*loss.SUMS, "computed", "entropy", "gap", "gap_outside")
 
 
 @flax.struct.dataclass
@@ -86,55 +40,26 @@ class Total:
 
     grads: dict
     loss: jax.Array
-    clip_fraction: jax.Array  # tokens whose ratio was clipped, of all
-    computed: jax.Array  # tokens, those of `gap_*`
-    gap_sum: jax.Array  # of |trainer log-prob - rollout log-prob|
+    sums: dict[str, jax.Array]  # by the names in SUMS
     gap_max: jax.Array
-    gap_outside: jax.Array  # tokens whose ratio of the two leaves [0.9, 1.1]
 
 
 class NonFiniteError(FloatingPointError):
-    """A loss or gradient is NaN or infinite; the parameters are those before the update."""
-
-
-def optimizer(config: TrainerConfig) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101). Clipping is done before it, on the summed gradient."""
-
-    def decayed(params):
-        def is_matrix(path, _):
-            name = path[-1].key
-            return not name.endswith("norm") and not name.startswith("b_")
-
-        return jax.tree_util.tree_map_with_path(is_matrix, params)
-
-    return optax.adamw(
-        config.learning_rate_at,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        mask=decayed,
-    )
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def init_optimizer(config: TrainerConfig, params: dict) -> tuple:
-    """The optimizer's state before the first update."""
-    return optimizer(config).init(params)
+    """A loss or gradient is NaN or infinite; the parameters are those before that step."""
 
 
 @jax.jit
 def zero_total(params: dict) -> Total:
     """The accumulator before the first micro-batch."""
-    return Total(jax.tree.map(jnp.zeros_like, params), *(jnp.zeros(()) for _ in range(6)))
-
-
-global_norm = jax.jit(optax.tree.norm)
+    zero = jnp.zeros(())
+    sums = {name: zero for name in SUMS}
+    return Total(jax.tree.map(jnp.zeros_like, params), loss=zero, sums=sums, gap_max=zero)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "config", "temperature"))
 def batch_log_probs(model: ModelConfig, config: TrainerConfig, temperature, params, batch):
-    """Log-probs [N] of the scored tokens under `params`, at the sampling temperature."""
+    """Log-probs of the scored tokens under `params`, and the entropies of the distributions they
+    are of, at the sampling temperature -> ([N], [N])."""
     mask_BTT = layers.causal_mask(batch.segments, batch.prefixes)
     out = transformer.forward(model, params, batch.tokens, batch.positions, mask_BTT)
     hidden_ND = out.hidden.reshape(-1, model.width)[batch.at]
@@ -150,136 +75,216 @@ def batch_log_probs(model: ModelConfig, config: TrainerConfig, temperature, para
 
 
 @functools.partial(
-    jax.jit, static_argnames=("model", "config", "temperature"), donate_argnames="total"
+    jax.jit,
+    static_argnames=("model", "config", "algorithm", "temperature"),
+    donate_argnames="total",
 )
 def add_gradient(
-    model, config, temperature, params, total: Total, batch: PackedBatch, denominator
+    model: ModelConfig,
+    config: TrainerConfig,
+    algorithm: AlgorithmConfig,
+    temperature,
+    params,
+    total: Total,
+    batch: PackedBatch,
 ) -> Total:
-    """Add the loss, gradient and metrics of one micro-batch to `total`.
-
-    denominator: scored tokens of the whole update, over all micro-batches and devices.
-    """
+    """Add the loss, gradient and sums of one micro-batch to `total`."""
     mask_N = jnp.arange(batch.at.shape[0]) < batch.count
 
     def loss_of(params):
-        logp_N = batch_log_probs(model, config, temperature, params, batch)
-        loss, metrics = grpo_loss(
+        logp_N, entropy_N = batch_log_probs(model, config, temperature, params, batch)
+        value, sums = loss.policy_loss(
             logp_N,
-            batch.old_logp,
             batch.advantages,
+            batch.weights,
             mask_N,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            denominator=denominator,
+            old_logp_N=batch.old_logp,
+            rollout_logp_N=batch.rollout_logp,
+            reference_logp_N=batch.reference_logp,
+            sequences_N=batch.sequence,
+            **algorithm.loss_settings(),
         )
-        return loss, (logp_N, metrics)
+        return value, (logp_N, entropy_N, sums)
 
-    (loss, (logp_N, metrics)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
-    gap_N = jnp.where(mask_N, logp_N - batch.rollout_logp, 0.0)
-    ratio_N = jnp.exp(gap_N)
+    (value, (logp_N, entropy_N, sums)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+    # With several steps per rollout the gap is that of the first: later ones have moved on purpose.
+    old_logp_N = logp_N if batch.old_logp is None else batch.old_logp
+    gap_N = jnp.where(mask_N, old_logp_N - batch.rollout_logp, 0.0)
+    sums |= {
+        "computed": batch.count,
+        "entropy": jnp.sum(jnp.where(mask_N, entropy_N, 0.0)),
+        "gap": jnp.sum(jnp.abs(gap_N)),
+        "gap_outside": jnp.sum(jnp.abs(jnp.exp(gap_N) - 1) > 0.1),
+    }
     return Total(
         grads=jax.tree.map(jnp.add, total.grads, grads),
-        loss=total.loss + loss,
-        clip_fraction=total.clip_fraction + metrics["clip_fraction"],
-        computed=total.computed + batch.count,
-        gap_sum=total.gap_sum + jnp.sum(jnp.abs(gap_N)),
+        loss=total.loss + value,
+        sums={name: total.sums[name] + sums[name] for name in SUMS},
         gap_max=jnp.maximum(total.gap_max, jnp.max(jnp.abs(gap_N))),
-        gap_outside=total.gap_outside + jnp.sum(jnp.abs(ratio_N - 1) > 0.1),
     )
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
-def apply_gradient(config: TrainerConfig, state: TrainState, grads: dict, norm) -> TrainState:
-    """One AdamW step with `grads`, scaled down where their global norm exceeds `clip_norm`."""
-    scale = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-30))
-    grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-    updates, opt_state = optimizer(config).update(grads, state.opt_state, state.params)
-    return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one optimizer step is made from."""
+
+    samples: list[Sample]  # those to compute
+    weights: np.ndarray  # [samples] of their tokens in the loss
+    tokens: int  # of all samples, those not computed too
 
 
 class PolicyTrainer:
     """Holds the training state and updates it from samples.
 
-    `params` (stacked layout) are taken over: the first update donates their buffers.
+    `params` (stacked layout) are taken over: the first update donates their buffers, so a reference
+    policy needs a copy of its own.
     row_tokens: longest prompt plus longest response; samples: how many an update usually has.
     Together they fix the shape of every micro-batch, so nothing compiles after the first update.
-    temperature: of the sampling, whose log-probs are trained; greedy rollouts (0) train at 1.
+    max_new_tokens: longest response that can be. temperature: of the sampling, whose log-probs are
+    trained; greedy rollouts (0) train at 1.
     """
 
     def __init__(
         self,
         model: ModelConfig,
         config: TrainerConfig,
+        algorithm: AlgorithmConfig,
         params: dict,
         *,
         row_tokens: int,
         samples: int,
+        max_new_tokens: int,
         temperature: float = 1.0,
     ):
-        self.model, self.config = model, config
+        self.model, self.config, self.algorithm = model, config, algorithm
+        self.max_new_tokens = max_new_tokens
         self.temperature = float(temperature) or 1.0
-        self.shape = BatchShape.within(config.micro_batch_tokens, row_tokens, samples)
+        per_step = -(-samples // algorithm.mini_batches)
+        self.shape = BatchShape.within(config.micro_batch_tokens, row_tokens, per_step)
         opt_state = init_optimizer(config, params)
         self.state = TrainState(params, opt_state, jnp.zeros((), jnp.int32))
 
-    def update(self, samples: list[Sample]) -> dict[str, float]:
-        """One optimizer step on `samples` -> metrics.
+    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """All epochs and mini-batches of one rollout -> metrics.
 
-        Raises NonFiniteError, naming the step, for a NaN or infinite loss or gradient, before
-        anything of the state is changed, and ValueError where no sample has a response token.
+        Samples come in draw order; groups stay whole. With more than one step, log-probs of the old
+        policy are computed once, before the first. Metrics: loss and grad_norm are means over
+        the optimizer steps; learning_rate is that of the last; clip_fraction, _low, _high,
+        importance_capped are shares of all response tokens; entropy (nats), kl (k3 to the
+        reference; 0 without one) and logp_gap_* are over the tokens computed. Samples whose loss
+        and gradient are exactly zero are not.
+
+        Raises NonFiniteError, naming the optimizer step, for a NaN or infinite loss or gradient,
+        before that step changes anything of the state, and ValueError where no sample has a
+        response token or a reference log-prob is missing.
         """
-        step = int(self.state.step)
-        tokens = sum(len(s.response) for s in samples)
-        if tokens == 0:
+        if not any(len(s.response) for s in samples):
             raise ValueError(
-                f"update {step} has {len(samples)} samples and no response token; skip the update"
+                f"optimizer step {int(self.state.step)} has {len(samples)} samples and no response "
+                "token; skip the update"
             )
-        total = self.gradient(samples)
-        norm = global_norm(total.grads)
-        metrics = {
-            "loss": total.loss,
-            "grad_norm": norm,
-            "clip_fraction": total.clip_fraction,
-            "logp_gap_mean": total.gap_sum / total.computed,  # NaN: no sample had an advantage
-            "logp_gap_max": jnp.where(total.computed > 0, total.gap_max, jnp.nan),
-            "logp_gap_outside": total.gap_outside / total.computed,
-            "learning_rate": self.config.learning_rate_at(step),
+        parts = packing.mini_batches(samples, self.algorithm.mini_batches)
+        steps = [self.prepare(p) for p in parts if any(len(s.response) for s in p)]
+        if self.algorithm.optimizer_steps > 1:
+            steps = self._with_old_log_probs(steps)
+        order = steps * self.algorithm.epochs
+        done = [self._step(step) for step in order]
+        tokens = sum(step.tokens for step in order)
+        total = {name: sum(d[name] for d in done) for name in (*SUMS, "loss", "grad_norm")}
+        clipped = [total[f"clipped_{name}"] / tokens for name in ("low", "high", "dual")]
+        return {
+            "loss": total["loss"] / len(done),
+            "grad_norm": total["grad_norm"] / len(done),
+            "learning_rate": done[-1]["learning_rate"],
+            "optimizer_steps": len(done),
+            "tokens": sum(len(s.response) for s in samples),
+            "clip_fraction": sum(clipped),
+            "clip_fraction_low": clipped[0],
+            "clip_fraction_high": clipped[1],
+            "importance_capped": total["importance_capped"] / tokens,
+            "entropy": total["entropy"] / total["computed"],
+            "kl": total["kl"] / total["computed"],
+            "logp_gap_mean": total["gap"] / total["computed"],
+            "logp_gap_max": max(d["gap_max"] for d in done),
+            "logp_gap_outside": total["gap_outside"] / total["computed"],
         }
-        metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
+
+    def prepare(self, samples: Sequence[Sample]) -> Step:
+        """One optimizer step on `samples`: which of them to compute, and the weights of the loss.
+
+        Without a KL in the loss a sample whose advantages are all zero has a loss and gradient of
+        exactly zero: it counts in the denominators and is not computed. Where all are such, one is
+        computed all the same, so that every update runs the same programs and has its metrics.
+        """
+        lengths = np.array([len(s.response) for s in samples])
+        if self.algorithm.kl_in_loss and any(s.reference_logp is None for s in samples):
+            raise ValueError(
+                "a KL in the loss needs reference_logp of every sample; take it from "
+                "log_probs(samples, reference_params)"
+            )
+        wanted = [
+            i for i, s in enumerate(samples) if self.algorithm.kl_in_loss or np.any(s.advantages)
+        ]
+        if not lengths[wanted].any():
+            wanted = np.flatnonzero(lengths)[:1]
+        weights = loss.token_weights(self.algorithm.aggregation, lengths, self.max_new_tokens)
+        return Step([samples[i] for i in wanted], weights[wanted], int(lengths.sum()))
+
+    def _with_old_log_probs(self, steps: list[Step]) -> list[Step]:
+        logp = iter(self.log_probs([s for step in steps for s in step.samples]))
+        return [
+            dataclasses.replace(
+                step, samples=[dataclasses.replace(s, old_logp=next(logp)) for s in step.samples]
+            )
+            for step in steps
+        ]
+
+    def _step(self, step: Step) -> dict[str, float]:
+        """One optimizer step -> its sums, loss, norm and learning rate."""
+        number = int(self.state.step)
+        total = self.gradient(step)
+        norm = global_norm(total.grads)
+        values = {
+            **total.sums,
+            "loss": total.loss,
+            "gap_max": total.gap_max,
+            "grad_norm": norm,
+            "learning_rate": self.config.learning_rate_at(number),
+        }
+        values = {name: float(x) for name, x in jax.device_get(values).items()}
         for name in ("loss", "grad_norm"):
-            if not np.isfinite(metrics[name]):
+            if not np.isfinite(values[name]):
                 raise NonFiniteError(
-                    f"{name}={metrics[name]} in update {step}; the parameters were not changed"
+                    f"{name}={values[name]} in optimizer step {number}; the parameters were not "
+                    "changed"
                 )
         self.state = apply_gradient(self.config, self.state, total.grads, norm)
-        return metrics | {"tokens": tokens}
+        return values
 
-    def gradient(self, samples: list[Sample]) -> Total:
-        """The gradient of the whole update, unclipped, with its loss and metrics.
-
-        Samples whose advantages are all zero count in the denominator and are not computed: their
-        loss and gradient are exactly zero. The log-prob gap is that of the samples computed.
-        """
-        denominator = np.float32(sum(len(s.response) for s in samples))
-        samples = [s for s in samples if np.any(s.advantages)]
+    def gradient(self, step: Step) -> Total:
+        """The gradient of the whole optimizer step, unclipped, with its loss and sums."""
         total = zero_total(self.state.params)
-        batches = packing.pack(samples, self.shape, packed=self.config.pack)
-        # A first update without any advantage compiles what later ones need, all the same.
-        for batch in batches or [packing.empty(self.shape)]:
+        for batch in self._pack(step.samples, step.weights):
             total = add_gradient(
                 self.model,
                 self.config,
+                self.algorithm,
                 self.temperature,
                 self.state.params,
                 total,
                 batch,
-                denominator,
             )
         return total
 
-    def log_probs(self, samples: list[Sample]) -> list[np.ndarray]:
-        """Log-probs of every response token under the current parameters, per sample."""
-        batches = packing.pack(samples, self.shape, packed=self.config.pack)
-        fixed = (self.model, self.config, self.temperature, self.state.params)
-        values = [np.array(batch_log_probs(*fixed, batch)) for batch in batches]
+    def log_probs(self, samples: Sequence[Sample], params: dict | None = None) -> list[np.ndarray]:
+        """Log-probs [R] of every response token, per sample, under `params` or the current ones."""
+        params = self.state.params if params is None else params
+        # Bare samples, so that whoever asks runs one and the same program.
+        bare = [Sample(s.prompt, s.response, 0.0, s.rollout_logp, group=s.group) for s in samples]
+        batches = self._pack(bare)
+        fixed = (self.model, self.config, self.temperature, params)
+        values = [np.array(batch_log_probs(*fixed, batch)[0]) for batch in batches]
         return packing.unpack(batches, values, len(samples))
+
+    def _pack(self, samples: list[Sample], weights: np.ndarray | None = None) -> list[PackedBatch]:
+        return packing.pack(samples, self.shape, packed=self.config.pack, weights=weights)

@@ -25,7 +25,7 @@ from tlt_jax.rl.graders import check_entry
 from tlt_jax.rl.packing import BatchShape
 from tlt_jax.rl.policy_trainer import PolicyTrainer, TrainState
 from tlt_jax.rl.rewards import RewardPool
-from tlt_jax.rl.warm_up import supervised_samples, warm_up
+from tlt_jax.rl.warm_up import SUPERVISED, supervised_samples, warm_up
 from tlt_jax.spec import noise
 from tlt_jax.spec.engine import Engine
 
@@ -138,9 +138,11 @@ class Run:
         return PolicyTrainer(
             self.policy.model,
             self.config.trainer,
+            self.config.algorithm,
             params,
             row_tokens=self.row_tokens,
             samples=self.per_step,
+            max_new_tokens=self.config.rollout.max_new_tokens,
             temperature=self.config.rollout.temperature,
         )
 
@@ -159,9 +161,11 @@ class Run:
         teacher = PolicyTrainer(
             self.policy.model,
             supervised,
+            SUPERVISED,
             self.policy.params,
             row_tokens=longest,
             samples=warm.batch,
+            max_new_tokens=max(len(s.response) for s in samples),
         )
         self.progress.start("warm-up", warm.steps)
         with self.events.span("warm-up"):

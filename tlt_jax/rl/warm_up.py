@@ -1,7 +1,8 @@
 """A short supervised phase for models that start from random weights.
 
 It is the policy update with every advantage 1 and the current policy as the old one: the gradient
-of -ratio at ratio 1 is that of the cross-entropy, so there is one training path, not two.
+of -ratio at ratio 1 is that of the cross-entropy, here a mean over the batch's tokens. So there is
+one training path, not two.
 """
 
 import dataclasses
@@ -10,9 +11,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tlt_jax.models.tokenizer import Tokenizer
+from tlt_jax.rl.algorithm import AlgorithmConfig
 from tlt_jax.rl.data import Example
 from tlt_jax.rl.packing import Sample
 from tlt_jax.rl.policy_trainer import PolicyTrainer
+
+SUPERVISED = AlgorithmConfig("grpo", aggregation="token_mean")
 
 
 @dataclasses.dataclass(frozen=True)
