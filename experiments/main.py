@@ -104,7 +104,7 @@ def print_summary(summary: Summary, workdir: Path):
     """The end of a run for people: reward and accuracy before and after, and where time went."""
     steps = [line for line in summary.lines if "content/reward_mean" in line]
     scores = [
-        line["content/eval_accuracy"] for line in summary.lines if "content/eval_accuracy" in line
+        line["content/eval_avg_at_k"] for line in summary.lines if "content/eval_avg_at_k" in line
     ]
     rewards = [line["content/reward_mean"] for line in steps]
     few = min(3, len(rewards))
@@ -119,7 +119,7 @@ def print_summary(summary: Summary, workdir: Path):
         f"   last {few} steps {sum(rewards[-few:]) / few:.3f}"
     )
     if scores:
-        print(f"  held-out accuracy  untrained {scores[0]:.3f}   trained {scores[-1]:.3f}")
+        print(f"  held-out reward    untrained {scores[0]:.3f}   trained {scores[-1]:.3f}")
     print(
         f"  time               rollout {total['rollout']:.0f} s ({tokens / total['rollout']:.0f} "
         f"tokens/s), update {total['update']:.0f} s, compiling {summary.compile_seconds:.0f} s "

@@ -49,6 +49,6 @@ def step_line(line: dict, steps: int) -> str:
             f"update {line['pace/update_seconds']:.1f} s",
             f"step {line['pace/step_seconds']:.1f} s",
         ]
-    if "content/eval_accuracy" in line:
-        parts.append(f"held-out accuracy {line['content/eval_accuracy']:.3f}")
+    if "content/eval_avg_at_k" in line:
+        parts.append(f"held-out reward {line['content/eval_avg_at_k']:.3f}")
     return "  ".join(parts)

@@ -345,7 +345,7 @@ def test_a_tiny_run_from_the_command_line(tmp_path):
     pretrained.load(run / "policy")
     assert done.stdout.startswith("step   0/2")
     assert "step   2/2" in done.stdout and "2 RL steps in" in done.stdout
-    assert "held-out accuracy" in done.stdout
+    assert "held-out reward" in done.stdout
 
 
 @pytest.mark.parametrize(

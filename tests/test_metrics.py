@@ -19,7 +19,7 @@ def read(path):
 
 def test_a_line_has_exactly_the_keys_listed(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    evaluated = {"content/eval_accuracy": 0.25, "pace/eval_seconds": 3.0}
+    evaluated = dict.fromkeys(EVALUATION_KEYS, 0.25)
     with MetricsWriter(path) as writer:
         writer.write({"content/step": 0} | evaluated)
         writer.write(line(1))
@@ -46,7 +46,7 @@ def test_numbers_survive_exactly(tmp_path):
     [
         (line(content__los=1.0), "unknown metric 'content/los'"),
         ({k: v for k, v in line().items() if k != "content/loss"}, "lacks content/loss"),
-        (line(content__eval_accuracy=0.5), "lacks pace/eval_seconds"),
+        (line(content__eval_avg_at_k=0.5), "lacks content/eval_pass_at_1.*pace/eval_seconds"),
         (line(content__loss=float("nan")), "content/loss=nan is not finite"),
         (line(content__grad_norm=np.float32("inf")), "content/grad_norm=inf is not finite"),
         (line(content__loss="0.5"), "is a str"),

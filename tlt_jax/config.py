@@ -10,6 +10,7 @@ import typing
 from collections.abc import Mapping, Sequence
 
 from tlt_jax.checkpoint import CheckpointConfig
+from tlt_jax.loggers import LOGGERS
 from tlt_jax.rl.algorithm import AlgorithmConfig
 from tlt_jax.rl.data import DataConfig
 from tlt_jax.rl.evaluate import EvaluationConfig
@@ -35,6 +36,7 @@ class Config:
     warm_up: WarmUpConfig = WarmUpConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     schedule: str = "fixed"  # or "fast": decisions by the clock, content equal up to ties
+    logger: str = ""  # or "tensorboard", "wandb": a copy of metrics.jsonl for a dashboard
     seed: int = 0  # of the sampling noise and of random weights; data has its own
 
     def __post_init__(self):
@@ -42,6 +44,8 @@ class Config:
             raise ValueError(f"steps={self.steps} must be at least 1")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule={self.schedule!r} is not known; use one of {SCHEDULES}")
+        if self.logger not in LOGGERS:
+            raise ValueError(f"logger={self.logger!r} is not known; use one of {tuple(LOGGERS)}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must lie in [0, 2^32): keys take 32 bits of it")
         if self.rollout.temperature == 0:

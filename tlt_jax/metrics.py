@@ -29,7 +29,9 @@ KEYS: dict[str, str] = {
     "content/prompts": "prompts drawn; dynamic sampling draws more than it trains on",
     "content/tokens": "response tokens of the step",
     "content/learning_rate": "learning rate of the update",
-    "content/eval_accuracy": "mean reward of held-out prompts: the share answered correctly",
+    "content/eval_avg_at_k": "mean reward over all samples of the held-out prompts",
+    "content/eval_pass_at_1": "share of those samples that are correct (reward at least 1)",
+    "content/eval_pass_at_k": "chance that one of evaluation.k samples is correct, unbiased",
     "pace/step_seconds": "wall-clock seconds of the whole step",
     "pace/rollout_seconds": "seconds until the last response was sampled",
     "pace/update_seconds": "seconds of the policy update",
@@ -45,7 +47,7 @@ KEYS: dict[str, str] = {
     "pace/reward_invalid": "gradings that returned no finite number (a count)",
     "pace/eval_seconds": "seconds of the held-out evaluation (evaluation steps)",
 }
-EVALUATION_KEYS = frozenset({"content/eval_accuracy", "pace/eval_seconds"})
+EVALUATION_KEYS = frozenset(key for key in KEYS if key.split("/")[1].startswith("eval_"))
 STEP_KEYS = frozenset(KEYS) - EVALUATION_KEYS
 
 

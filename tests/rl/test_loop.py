@@ -90,13 +90,13 @@ def test_batch_buckets_and_segments_do_not_change_content(base, tmp_path):
     # Only the tokens are compared bit for bit: float32 log-probs depend on the batch shape.
     wide, _ = run(tmp_path / "wide", **{"rollout.rows": 16, "rollout.segment_rounds": 4})
     for a, b in zip(content(wide.lines), content(base[0].lines)):
-        for key in ("content/reward_mean", "content/tokens", "content/eval_accuracy"):
+        for key in ("content/reward_mean", "content/tokens", "content/eval_avg_at_k"):
             assert a.get(key) == b.get(key)
 
 
 def test_evaluating_more_often_does_not_change_training(base, tmp_path):
     often, _ = run(tmp_path / "often", **{"evaluation.every": 1})
-    drop = {"content/eval_accuracy"}
+    drop = metrics.EVALUATION_KEYS
     for a, b in zip(content(often.lines), content(base[0].lines)):
         assert {k: v for k, v in a.items() if k not in drop} == {
             k: v for k, v in b.items() if k not in drop

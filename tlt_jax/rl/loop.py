@@ -197,8 +197,9 @@ def _evaluation(run: Run, published: Published) -> dict:
     sampling = dataclasses.replace(run.config.rollout.sampling(), temperature=config.temperature)
     with run.events.span("evaluate"):
         done = _rollout(run, published, run.held_out, config.samples, sampling, "evaluation")
+    measured = evaluate.held_out_measures(done, config.k)
     return {
-        "content/eval_accuracy": evaluate.accuracy(done),
+        **{f"content/eval_{name}": x for name, x in measured.items()},
         "pace/eval_seconds": run.events.now() - began,
     }
 
