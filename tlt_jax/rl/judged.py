@@ -1,10 +1,11 @@
 """A graded rollout as arrays, and what of it the update trains on."""
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 import numpy as np
 
+from tlt_jax.rl.advantages import overlong_penalty
 from tlt_jax.rl.algorithm import AlgorithmConfig, assign_advantages
 from tlt_jax.rl.packing import Sample
 from tlt_jax.rl.rewards import Score
@@ -13,41 +14,61 @@ from tlt_jax.rl.rollout import Rollout
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """One entry per response, in the rollout's order."""
+    """One entry per response, in the rollout's order: by draw, then member."""
 
     rollout: Rollout
     scores: list[Score]
-    valid_N: np.ndarray  # bool: graded successfully
-    chosen_N: np.ndarray  # bool: of a group that is trained on
-    rewards_N: np.ndarray  # float64, NaN where not valid
-    advantages: list[float | np.ndarray]  # one or per token; 0 where not valid or not chosen
+    groups_N: np.ndarray  # int, draw of the prompt
+    lengths_N: np.ndarray  # int, tokens
+    rewards_N: np.ndarray  # float64, NaN where grading failed
+    valid_N: np.ndarray  # bool, where it did not
+    trained_N: np.ndarray  # bool, valid and of a group that is trained on
 
     @classmethod
-    def of(cls, rollout: Rollout, chosen: Set[int], algorithm: AlgorithmConfig) -> "Judged":
+    def of(cls, rollout: Rollout, chosen: Set[int]) -> "Judged":
         """chosen: draws of the groups to train on."""
         scores = [g.score for g in rollout.graded]
-        valid_N = np.array([s.status == "ok" for s in scores])
         groups_N = np.array([g.prompt.draw for g in rollout.graded])
-        chosen_N = np.array([draw in chosen for draw in groups_N])
-        rewards_N = np.array([s.value if s.status == "ok" else np.nan for s in scores])
-        lengths_N = np.array([len(g.response.tokens) for g in rollout.graded])
-        advantages = assign_advantages(
-            algorithm, rewards_N, groups_N, valid_N & chosen_N, lengths_N
+        valid_N = np.array([s.status == "ok" for s in scores])
+        return cls(
+            rollout,
+            scores,
+            groups_N,
+            np.array([len(g.response.tokens) for g in rollout.graded]),
+            np.array([s.value if s.status == "ok" else np.nan for s in scores]),
+            valid_N,
+            valid_N & np.array([draw in chosen for draw in groups_N]),
         )
-        return cls(rollout, scores, valid_N, chosen_N, rewards_N, advantages)
 
     def samples(self) -> list[Sample]:
-        """What the update trains on: the validly graded responses of the chosen groups."""
+        """What the update trains on, without advantages yet."""
         return [
             Sample(
                 np.array(g.prompt.ids, np.int32),
                 g.response.tokens,
-                advantage,
+                0.0,
                 g.response.log_probs,
                 group=g.prompt.draw,
             )
-            for g, advantage, kept in zip(
-                self.rollout.graded, self.advantages, self.valid_N & self.chosen_N
-            )
-            if kept
+            for g, trained in zip(self.rollout.graded, self.trained_N)
+            if trained
         ]
+
+    def advantages(
+        self,
+        algorithm: AlgorithmConfig,
+        max_new_tokens: int,
+        kl: Sequence[np.ndarray] | None = None,
+    ) -> list[float | np.ndarray]:
+        """One advantage, or one per token, of every sample. kl: see `assign_advantages`."""
+        kept = self.trained_N
+        lengths_N = self.lengths_N[kept]
+        penalty_N = overlong_penalty(lengths_N, max_new_tokens, algorithm.overlong_buffer)
+        return assign_advantages(
+            algorithm,
+            self.rewards_N[kept] + penalty_N,
+            self.groups_N[kept],
+            np.ones(len(lengths_N), bool),
+            lengths_N,
+            kl,
+        )

@@ -17,6 +17,7 @@ from tlt_jax.models import hf
 from tlt_jax.rl import evaluate
 from tlt_jax.rl.dynamic_sampling import DynamicSampling
 from tlt_jax.rl.judged import Judged
+from tlt_jax.rl.packing import Sample
 from tlt_jax.rl.policy import FINAL
 from tlt_jax.rl.policy_trainer import NonFiniteError, PolicyTrainer
 from tlt_jax.rl.rewards import count_statuses, require_some_ok
@@ -55,7 +56,7 @@ def train(config: Config, workdir: Path, progress: Progress) -> Summary:
         if run.saved is None:
             if run.held_out:
                 run.record({"content/step": 0, **_evaluation(run, published)})
-            if config.checkpoint.every and config.warm_up.steps:
+            if config.checkpoint.every and (config.warm_up.steps or run.reference is not None):
                 run.save(trainer, 0)
         for step in range(done + 1, config.steps + 1):
             published = _step(run, trainer, published, step)
@@ -85,7 +86,8 @@ def _step(run: Run, trainer: PolicyTrainer, published: Published, step: int) -> 
 
     updating = events.now()
     with events.span("update"):
-        update = _update(run, trainer, judged, step)
+        samples = _samples(run, trainer, judged)
+        update = _update(run, trainer, samples, step)
     update_seconds = events.now() - updating
     with events.span("publish", version=step):
         published = publish(run.layout, trainer.state.params, step)
@@ -94,7 +96,7 @@ def _step(run: Run, trainer: PolicyTrainer, published: Published, step: int) -> 
     run.record(
         {
             "content/step": step,
-            **_content(judged, update),
+            **_content(judged, samples, update),
             "pace/update_seconds": update_seconds,
             "pace/logprob_gap_mean": update["logp_gap_mean"],
             "pace/logprob_gap_max": update["logp_gap_max"],
@@ -110,10 +112,11 @@ def _step(run: Run, trainer: PolicyTrainer, published: Published, step: int) -> 
 
 
 def _judged_rollout(run: Run, published: Published, step: int) -> Judged:
-    """The graded responses of a step, with their advantages."""
+    """The graded responses of a step, and which of them are trained on."""
     config = run.config
     n, samples = config.rollout.prompts, config.rollout.samples
-    sampler = DynamicSampling(run.stream.take, n, samples, max_batches=1)
+    batches = config.algorithm.max_sampling_rounds  # 1 without dynamic sampling
+    sampler = DynamicSampling(run.stream.take, n, samples, batches)
     done = _rollout(
         run,
         published,
@@ -125,13 +128,26 @@ def _judged_rollout(run: Run, published: Published, step: int) -> Judged:
         eager=config.schedule == "fast",
     )
     scores = {(g.prompt.draw, g.response.member): g.score for g in done.graded}
-    return Judged.of(done, sampler.chosen(scores), config.algorithm)
+    return Judged.of(done, sampler.chosen(scores))
 
 
-def _update(run: Run, trainer: PolicyTrainer, judged: Judged, step: int) -> dict:
+def _samples(run: Run, trainer: PolicyTrainer, judged: Judged) -> list[Sample]:
+    """The responses to train on, with all that the algorithm reads of them."""
+    algorithm = run.config.algorithm
+    samples, kl = judged.samples(), None
+    if algorithm.needs_reference:
+        references = trainer.log_probs(samples, run.reference)
+        if algorithm.kl_in_reward:
+            kl = [p - r for p, r in zip(trainer.log_probs(samples), references)]
+        samples = [dataclasses.replace(s, reference_logp=r) for s, r in zip(samples, references)]
+    advantages = judged.advantages(algorithm, run.config.rollout.max_new_tokens, kl)
+    return [dataclasses.replace(s, advantages=a) for s, a in zip(samples, advantages)]
+
+
+def _update(run: Run, trainer: PolicyTrainer, samples: list[Sample], step: int) -> dict:
     """The policy update, waited for. Raises NonFiniteError that says what is left to go on from."""
     try:
-        update = trainer.update(judged.samples())
+        update = trainer.update(samples)
     except NonFiniteError as error:
         run.checkpoints.wait()
         saved = run.checkpoints.steps()
@@ -155,22 +171,34 @@ def _update(run: Run, trainer: PolicyTrainer, judged: Judged, step: int) -> dict
     return update
 
 
-def _content(judged: Judged, update: dict) -> dict:
+def _content(judged: Judged, samples: list[Sample], update: dict) -> dict:
     rewards = judged.rewards_N[judged.valid_N]
-    responses = [g.response for g in judged.rollout.graded]
-    lengths = np.array([len(r.tokens) for r in responses])
+    with_advantage = sum(bool(np.any(s.advantages)) for s in samples)
+    responses, lengths = [g.response for g in judged.rollout.graded], judged.lengths_N
     return {
         "content/reward_mean": rewards.mean(),
         "content/reward_std": rewards.std(),
-        "content/loss": update["loss"],
-        "content/clip_fraction": update["clip_fraction"],
-        "content/grad_norm": update["grad_norm"],
-        "content/learning_rate": update["learning_rate"],
+        **{
+            f"content/{name}": update[name]
+            for name in (
+                "loss",
+                "grad_norm",
+                "learning_rate",
+                "clip_fraction",
+                "clip_fraction_low",
+                "clip_fraction_high",
+                "importance_capped",
+                "entropy",
+                "kl",
+                "optimizer_steps",
+            )
+        },
         "content/response_length_mean": lengths.mean(),
         "content/response_length_max": int(lengths.max()),
         "content/truncated_share": np.mean([r.finish_reason == "length" for r in responses]),
         "content/valid_share": judged.valid_N.mean(),
-        "content/zero_advantage_share": np.mean([not np.any(a) for a in judged.advantages]),
+        "content/zero_advantage_share": 1
+        - sum(np.any(s.advantages) for s in samples) / len(responses),
         "content/prompts": len({g.prompt.draw for g in judged.rollout.graded}),
         "content/tokens": int(lengths.sum()),
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax import atomic
@@ -17,6 +18,7 @@ from tlt_jax.checkpoint import CheckpointError, Checkpoints
 from tlt_jax.compile_clock import CompileClock
 from tlt_jax.config import Config, differences, to_dict
 from tlt_jax.events import EventLog
+from tlt_jax.loggers import make_logger
 from tlt_jax.metrics import MetricsWriter, read_metrics
 from tlt_jax.models import hf_config, transformer
 from tlt_jax.rl import policy
@@ -100,6 +102,9 @@ class Run:
         self.lines = read_metrics(workdir / METRICS)
         self.events = EventLog(workdir / EVENTS)
         self.compiling = CompileClock()
+        first = 0 if self.saved is None else self.saved.step + 1
+        self.logger = make_logger(config.logger, workdir, to_dict(config), first)
+        self.reference: dict | None = None  # weights of the policy that a KL is taken to
 
     def _check(self, longest: int):
         """Refuse now what would stop the run later, after work that would be lost."""
@@ -122,16 +127,22 @@ class Run:
     def start(self) -> tuple[PolicyTrainer, int]:
         """The trainer and the RL steps behind it. In this order of precedence: the newest
         checkpoint of the workdir; the weights of `policy.path`; random ones. The supervised phase
-        follows the latter two."""
+        follows the latter two. The reference policy of a KL is the one before the first step."""
         trainer = self._trainer(self.policy.params)
         if self.saved is not None:
             with self.events.span("restore", step=self.saved.step):
                 trainer.state = _state(
                     self.checkpoints.restore(self.saved.step, _parts(trainer.state))
                 )
+                if self.config.algorithm.needs_reference:
+                    self.checkpoints.record(0)  # refuses a damaged one
+                    like = {policy.PART: trainer.state.params}
+                    self.reference = self.checkpoints.restore(0, like)[policy.PART]
             return trainer, self.saved.step
         if self.config.warm_up.steps:
             trainer = self._trainer(self._warmed_up())
+        if self.config.algorithm.needs_reference:
+            self.reference = jax.tree.map(jnp.copy, trainer.state.params)
         return trainer, 0
 
     def _trainer(self, params: dict) -> PolicyTrainer:
@@ -176,6 +187,7 @@ class Run:
         """Write the metrics line of a step, and what happened in it."""
         self.metrics.write(line)
         self.events.flush()
+        self.logger.log(line)
         self.lines.append(line)
         self.progress.step(line)
 
@@ -191,7 +203,9 @@ class Run:
             "metrics_bytes": self.metrics.position(),
         }
         with self.events.span("checkpoint", step=step):
-            self.checkpoints.save(step, _parts(trainer.state), record)
+            # Step 0 is the reference policy, where there is one: it stays.
+            keep = step == 0 and self.reference is not None
+            self.checkpoints.save(step, _parts(trainer.state), record, keep=keep)
 
     def close(self):
         """Stop the workers and close the files; a checkpoint under way is finished first."""
@@ -200,6 +214,7 @@ class Run:
             self.checkpoints.wait()
         except CheckpointError as error:  # of a run that ends by another error
             warnings.warn(str(error), stacklevel=2)
+        self.logger.close()
         self.metrics.close()
         self.events.close()
         self.compiling.close()
