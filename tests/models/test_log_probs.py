@@ -34,7 +34,7 @@ def test_equals_the_direct_value_and_gradient(chunk, count, temperature):
         head, hidden, targets, weights = arrays(17)
 
         def chunked(head, hidden):
-            logp = token_log_probs(
+            logp, entropy = token_log_probs(
                 config(),
                 {"embed": head},
                 hidden,
@@ -43,15 +43,20 @@ def test_equals_the_direct_value_and_gradient(chunk, count, temperature):
                 temperature=temperature,
                 chunk=chunk,
             )
-            return jnp.sum((logp * weights)[:count]), logp[:count]
+            # The entropy takes no gradient, so adding it must change none.
+            value = jnp.sum((logp * weights)[:count]) + jnp.sum(entropy)
+            return value, (logp[:count], entropy[:count])
 
         def plain(head, hidden):
             logp = direct(head, hidden, targets, temperature)
             return jnp.sum((logp * weights)[:count]), logp[:count]
 
-        got, got_logp = jax.grad(chunked, (0, 1), has_aux=True)(head, hidden)
+        got, (got_logp, got_entropy) = jax.grad(chunked, (0, 1), has_aux=True)(head, hidden)
         want, want_logp = jax.grad(plain, (0, 1), has_aux=True)(head, hidden)
         np.testing.assert_allclose(got_logp, want_logp, rtol=1e-12)
+        scores = hidden[:count] @ head.T / temperature
+        p = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+        np.testing.assert_allclose(got_entropy, -(p * np.log(p)).sum(-1), rtol=0, atol=1e-12)
         for g, w in zip(got, want):
             assert np.linalg.norm(g - w) <= 1e-12 * np.linalg.norm(w)
 
@@ -61,7 +66,7 @@ def test_places_past_count_take_no_gradient():
         head, hidden, targets, _ = arrays(8)
 
         def total(head, hidden):
-            logp = token_log_probs(
+            logp, _ = token_log_probs(
                 config(), {"embed": head}, hidden, targets, jnp.int32(3), chunk=8
             )
             return jnp.sum(logp)  # a caller that forgets the mask
@@ -99,8 +104,9 @@ def test_no_array_of_tokens_by_vocabulary():
     ]
 
     def chunked(head, hidden, targets):
-        count = jnp.int32(N)
-        return jnp.sum(token_log_probs(wide, {"embed": head}, hidden, targets, count, chunk=chunk))
+        count, head = jnp.int32(N), {"embed": head}
+        logp, entropy = token_log_probs(wide, head, hidden, targets, count, chunk=chunk)
+        return jnp.sum(logp) + jnp.sum(entropy)
 
     def plain(head, hidden, targets):
         return jnp.sum(direct(head, hidden, targets, 1.0))

@@ -66,20 +66,14 @@ def test_what_is_given_wins_over_the_preset():
     assert config.max_sampling_rounds == 1
 
 
-def test_the_command_line_fills_what_the_config_file_leaves_open():
+def test_the_command_line_fills_what_the_config_file_leaves_open(monkeypatch):
+    settings = ("name=dapo", "clip_high=0.3", "epochs=2", "dynamic_sampling=False", "kl=k2")
+    command = ["program", "--config=experiments/configs/tiny.py"]
+    command += [f"--config.algorithm.{setting}" for setting in settings]
+    monkeypatch.setattr("sys.argv", command)  # ml_collections looks there for overrides
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", flag_values=values)
-    values(
-        [
-            "program",
-            "--config=experiments/configs/tiny.py",
-            "--config.algorithm.name=dapo",
-            "--config.algorithm.clip_high=0.3",
-            "--config.algorithm.epochs=2",
-            "--config.algorithm.dynamic_sampling=False",
-            "--config.algorithm.kl=k2",
-        ]
-    )
+    values(command)
     config = from_dict(Config, values.config).algorithm
     assert config == AlgorithmConfig(
         "dapo", clip_high=0.3, epochs=2, dynamic_sampling=False, kl="k2"
@@ -120,18 +114,12 @@ def edited(**changes):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_one_response_per_prompt_is_refused_where_responses_are_compared(name):
+    changes = dict(algorithm__name=name, rollout__samples=1)
     if name == "reinforce++":
-        edited(algorithm__name=name, rollout__samples=1)
-        name = "batch with dynamic sampling"
-        with pytest.raises(ValueError, match="rollout.samples=1"):
-            edited(
-                algorithm__name="reinforce++",
-                algorithm__dynamic_sampling=True,
-                rollout__samples=1,
-            )
-        return
-    with pytest.raises(ValueError, match="rollout.samples=1: algorithm '.*' .* at least 2"):
-        edited(algorithm__name=name, rollout__samples=1)
+        assert edited(**changes).rollout.samples == 1
+        changes["algorithm__dynamic_sampling"] = True
+    with pytest.raises(ValueError, match=r"samples=1: algorithm '.*' .* at least 2"):
+        edited(**changes)
 
 
 def test_settings_that_do_not_fit_the_rollout():

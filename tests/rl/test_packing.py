@@ -7,6 +7,7 @@ from tlt_jax.rl.packing import (
     BatchShape,
     Sample,
     first_fit_decreasing,
+    mini_batches,
     pack,
     scored_places,
     unpack,
@@ -37,6 +38,38 @@ def test_alignment_by_hand():
     assert batch.sample.tolist() == [0, 0, 1, 1] + [-1] * 12
     assert batch.advantages.tolist() == [0.5, 0.5, -1, -1] + [0] * 12
     assert batch.rollout_logp.tolist() == [-1, -2, -1, -2] + [0] * 12
+
+
+def test_per_token_values_by_hand():
+    samples = [
+        Sample(np.array([1]), np.array(response), 1.0, *[np.full(len(response), x) for x in logp])
+        for response, logp in [([8, 9], (-1, -2, -3)), ([], (0, 0, 0)), ([2], (-4, -5, -6))]
+    ]
+    weights = np.array([0.25, 9.0, 0.125])
+    (batch,) = pack(samples, BatchShape(2, 4), packed=True, weights=weights)
+    assert batch.count == 3
+    assert batch.sample.tolist() == [0, 0, 2] + [-1] * 5
+    assert batch.sequence.tolist() == [0, 0, 1] + [0] * 5
+    assert batch.weights.tolist() == [0.25, 0.25, 0.125] + [0] * 5
+    assert batch.rollout_logp.tolist() == [-1, -1, -4] + [0] * 5
+    assert batch.old_logp.tolist() == [-2, -2, -5] + [0] * 5
+    assert batch.reference_logp.tolist() == [-3, -3, -6] + [0] * 5
+    # Every micro-batch counts its sequences from 0, and without weights there is no loss.
+    first, second = pack(samples, BatchShape(1, 3), packed=False)[::2]
+    assert first.sequence[0] == second.sequence[0] == 0
+    assert not first.weights.any()
+
+
+def test_mini_batches_are_even_and_hold_whole_groups_in_order():
+    def groups_of(count, *groups):
+        samples = [sample([1], [2], group=g) for g in groups]
+        return [[s.group for s in part] for part in mini_batches(samples, count)]
+
+    assert groups_of(2, 7, 7, 3, 3, 9, 9) == [[7, 7], [3, 3, 9, 9]]
+    assert groups_of(2, 7, 3, 7, 3) == [[7, 7], [3, 3]]
+    assert groups_of(3, 1, 2, 3, 4) == [[1], [2], [3, 4]]
+    assert groups_of(4, 5, 5, 6) == [[5, 5], [6]]
+    assert groups_of(2, None, None) == [[None], [None]]
 
 
 def test_a_group_shares_its_prompt_by_hand():

@@ -124,7 +124,8 @@ class AlgorithmConfig:
         if self.dynamic_sampling != (self.max_sampling_rounds > 1):
             raise ValueError(
                 f"dynamic_sampling={self.dynamic_sampling} and max_sampling_rounds="
-                f"{self.max_sampling_rounds} do not fit: set the first and at least 2 rounds, or neither"
+                f"{self.max_sampling_rounds} do not fit: set the first and at least 2 rounds, or "
+                "neither"
             )
 
     @property

@@ -91,8 +91,8 @@ def held_ratio(ratio_N, advantages_N, *, clip_low, clip_high, dual_clip):
 
     held * A = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), the objective of PPO (arXiv
     1707.06347, equation 7), with two clip ranges (arXiv 2503.14476, "clip-higher"). Where A < 0
-    that has no lower bound; dual clip (arXiv 1912.09729) is max(that, dual_clip * A), dual_clip > 1;
-    0: off. Held tokens take no gradient.
+    that has no lower bound; dual clip (arXiv 1912.09729) is max(that, dual_clip * A) with
+    dual_clip > 1, or 0 for none. Held tokens take no gradient.
     """
     low_N = (advantages_N < 0) & (ratio_N < 1 - clip_low)
     high_N = (advantages_N > 0) & (ratio_N > 1 + clip_high)
@@ -128,7 +128,7 @@ def k2(logp, reference_logp):
 
 
 def k3(logp, reference_logp):
-    """pi_ref / pi - 1 - log(pi_ref / pi): unbiased for the KL over samples of pi, never negative."""
+    """pi_ref / pi - 1 - log(pi_ref / pi): unbiased for the KL over samples of pi, and >= 0."""
     d = reference_logp - logp
     return jnp.expm1(d) - d
 
