@@ -197,8 +197,7 @@ def _content(judged: Judged, samples: list[Sample], update: dict) -> dict:
         "content/response_length_max": int(lengths.max()),
         "content/truncated_share": np.mean([r.finish_reason == "length" for r in responses]),
         "content/valid_share": judged.valid_N.mean(),
-        "content/zero_advantage_share": 1
-        - sum(np.any(s.advantages) for s in samples) / len(responses),
+        "content/zero_advantage_share": 1 - with_advantage / len(responses),
         "content/prompts": len({g.prompt.draw for g in judged.rollout.graded}),
         "content/tokens": int(lengths.sum()),
     }
