@@ -166,8 +166,8 @@ def first_error_line(text: str) -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    text = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("experiments.sweep", None, __doc__, formatter_class=text)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("experiments.sweep", None, __doc__, formatter_class=raw)
     parser.add_argument("--config", required=True, help="config file, PATH or PATH:ARGUMENT")
     parser.add_argument("--workdir", required=True, type=Path, help="folder of the sweep")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
