@@ -199,3 +199,30 @@ def test_runs_die_with_a_killed_sweep(tmp_path, wrong):
 def test_the_first_line_of_an_error(text, line):
     found = sweep.first_error_line(text)
     assert found.startswith(line) and bool(found) == bool(line)
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_gives_the_same_table(tmp_path, capsys):
+    """Of real runs, through the command line; one sweep is killed twice in its first run."""
+    config = tmp_path / "swept.py"
+    config.write_text(CONFIG % ("range(2)",))
+
+    def start(name):
+        argv = [f"--config={config}", f"--workdir={tmp_path / name / 'sweep'}"]
+        command = [sys.executable, "-m", "experiments.sweep", *argv]
+        return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+
+    assert start("whole").wait() == 0
+    for file, size in (("config.json", 1), ("metrics.jsonl", 600)):
+        path = tmp_path / "killed" / "sweep" / "seed=0" / file
+        sweep_process = start("killed")
+        wait_for(lambda: path.exists() and path.stat().st_size >= size, seconds=300)  # noqa: B023
+        sweep_process.kill()
+        sweep_process.wait()
+    assert start("killed").wait() == 0
+    tables = []
+    for name in ("whole", "killed"):
+        report.main([str(tmp_path / name / "sweep")])
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1] and "2 finished" in tables[0]
+    assert (tmp_path / "killed" / "sweep" / ".jax_cache").is_dir()
