@@ -67,8 +67,7 @@ def main(argv):
 def check_writable(out: Path):
     """Fail now, rather than after the sampling, where the file cannot be written."""
     try:
-        atomic.write_text(out, "")
-        out.unlink()
+        atomic.check_writable(out)
     except OSError as error:
         raise ValueError(
             f"--out={out} cannot be written: {error.strerror}; choose another place"

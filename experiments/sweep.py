@@ -1,8 +1,8 @@
 """Run every point of a config file's `sweep()`, each in a process and a folder of its own:
 
-    python -m experiments.sweep --config=experiments/configs/tiny.py --workdir=DIR
+    python -m experiments.sweep --config=PATH[:ARGUMENT] --workdir=DIR
 
-The folders are named by the overrides; what a run printed is in its log.txt. The same command goes
+`experiments/points.py` shows how sweep() is written. The folders are named by the overrides; what a run printed is in its log.txt. The same command goes
 on with what was interrupted and skips what is finished; `python -m experiments.report DIR` makes
 the table. Split a sweep over machines that share DIR by --only=1/2 and --only=2/2.
 """
@@ -166,8 +166,8 @@ def first_error_line(text: str) -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    text = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("experiments.sweep", None, __doc__, formatter_class=text)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("experiments.sweep", None, __doc__, formatter_class=raw)
     parser.add_argument("--config", required=True, help="config file, PATH or PATH:ARGUMENT")
     parser.add_argument("--workdir", required=True, type=Path, help="folder of the sweep")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")

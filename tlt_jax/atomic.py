@@ -30,6 +30,15 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def check_writable(path: str | os.PathLike) -> None:
+    """Raise OSError now, rather than after hours of work, where `write_text` to `path` would fail.
+
+    The file must not exist: trying leaves nothing behind.
+    """
+    write_text(path, "")
+    Path(path).unlink()
+
+
 class LineFile:
     """An append-only text file of whole lines, kept whole across crashes.
 

@@ -1,10 +1,13 @@
 """Held-out evaluation: pass@1, pass@k and avg@k, by the same engine, with noise of its own."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
-from tlt_jax.rl.rollout import Rollout
+from tlt_jax.rl.data import Prompt, PromptData, PromptStream
+from tlt_jax.rl.rollout import Graded, Rollout
+from tlt_jax.spec.noise import EVALUATE
 
 CORRECT = 1.0  # the least reward of a right answer
 
@@ -35,6 +38,14 @@ class EvaluationConfig:
             )
 
 
+def held_out_prompts(data: PromptData, count: int) -> list[Prompt]:
+    """The first `count` held-out prompts, as every evaluation draws them."""
+    examples = data.held_out[:count]
+    if not examples:
+        return []
+    return PromptStream(examples, seed=0, domain=EVALUATE, shuffle=False).take(len(examples))
+
+
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Chance that k of n samples, drawn without replacement, hold one of the `correct` ones.
 
@@ -50,10 +61,10 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - float(np.prod(1.0 - k / np.arange(n - correct + 1, n + 1)))
 
 
-def prompt_rewards(rollout: Rollout) -> dict[int, np.ndarray]:
+def prompt_rewards(graded: Sequence[Graded]) -> dict[int, np.ndarray]:
     """Rewards [M] of the M samples of each prompt, by draw; a failed grading is a wrong answer."""
     rewards: dict[int, list[float]] = {}
-    for g in rollout.graded:
+    for g in graded:
         value = g.score.value if g.score.status == "ok" else 0.0
         rewards.setdefault(g.prompt.draw, []).append(value)
     return {draw: np.array(values) for draw, values in rewards.items()}
@@ -71,5 +82,5 @@ def measures(rewards_M: np.ndarray, k: int) -> dict[str, float]:
 
 def held_out_measures(rollout: Rollout, k: int) -> dict[str, float]:
     """The means of `measures` over the prompts of an evaluation, all equally weighted."""
-    each = [measures(rewards_M, k) for rewards_M in prompt_rewards(rollout).values()]
+    each = [measures(rewards_M, k) for rewards_M in prompt_rewards(rollout.graded).values()]
     return {name: float(np.mean([m[name] for m in each])) for name in each[0]}

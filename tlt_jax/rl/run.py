@@ -22,7 +22,8 @@ from tlt_jax.loggers import make_logger
 from tlt_jax.metrics import MetricsWriter, read_metrics
 from tlt_jax.models import hf_config, transformer
 from tlt_jax.rl import policy
-from tlt_jax.rl.data import Prompt, PromptStream, load_prompts
+from tlt_jax.rl.data import PromptStream, load_prompts
+from tlt_jax.rl.evaluate import held_out_prompts
 from tlt_jax.rl.graders import check_entry
 from tlt_jax.rl.packing import BatchShape
 from tlt_jax.rl.policy_trainer import PolicyTrainer, TrainState
@@ -75,11 +76,7 @@ class Run:
                 stacklevel=2,
             )
         self.stream = PromptStream(self.data.train, seed=config.data.seed, domain=noise.TRAIN)
-        held_out = self.data.held_out[: config.evaluation.prompts]
-        self.held_out: list[Prompt] = []
-        if held_out:
-            stream = PromptStream(held_out, seed=0, domain=noise.EVALUATE, shuffle=False)
-            self.held_out = stream.take(len(held_out))
+        self.held_out = held_out_prompts(self.data, config.evaluation.prompts)
         longest = max(len(e.ids) for e in (*self.data.train, *self.data.held_out))
         self.engine = Engine(
             self.policy.model, config.rollout.engine_config(longest), self.policy.tokenizer.eos_ids
