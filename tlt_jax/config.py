@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Mapping
 
-from tlt_jax.rl.data import DataConfig
+from tlt_jax.rl.data_config import DataConfig
 from tlt_jax.rl.evaluate import EvaluationConfig
 from tlt_jax.rl.policy import PolicyConfig
 from tlt_jax.rl.policy_trainer import TrainerConfig

@@ -22,10 +22,11 @@ from tlt_jax.metrics import MetricsWriter
 from tlt_jax.models import hf, hf_config, transformer
 from tlt_jax.rl import evaluate, policy
 from tlt_jax.rl.advantages import group_advantages
-from tlt_jax.rl.data import Prompt, PromptStream, load_prompts
+from tlt_jax.rl.data import Prompt, load_prompts
 from tlt_jax.rl.graders import check_entry
 from tlt_jax.rl.packing import BatchShape, Sample
 from tlt_jax.rl.policy_trainer import NonFiniteError, PolicyTrainer
+from tlt_jax.rl.prompt_stream import PromptStream
 from tlt_jax.rl.rewards import RewardPool, Score, count_statuses, require_some_ok
 from tlt_jax.rl.rollout import Rollout, rollout
 from tlt_jax.rl.warm_up import supervised_samples, warm_up
