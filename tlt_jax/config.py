@@ -12,7 +12,7 @@ from tlt_jax.rl.data_config import DataConfig
 from tlt_jax.rl.evaluate import EvaluationConfig
 from tlt_jax.rl.policy import PolicyConfig
 from tlt_jax.rl.policy_trainer import TrainerConfig
-from tlt_jax.rl.rewards import RewardConfig
+from tlt_jax.rl.reward_config import RewardConfig
 from tlt_jax.rl.rollout import RolloutConfig
 from tlt_jax.rl.warm_up import WarmUpConfig
 

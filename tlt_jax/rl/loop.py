@@ -23,7 +23,6 @@ from tlt_jax.models import hf, hf_config, transformer
 from tlt_jax.rl import evaluate, policy
 from tlt_jax.rl.advantages import group_advantages
 from tlt_jax.rl.data import Prompt, load_prompts
-from tlt_jax.rl.graders import check_entry
 from tlt_jax.rl.packing import BatchShape, Sample
 from tlt_jax.rl.policy_trainer import NonFiniteError, PolicyTrainer
 from tlt_jax.rl.prompt_stream import PromptStream
@@ -89,9 +88,10 @@ class Run:
         group = longest + rollouts.samples * rollouts.max_new_tokens
         self.row_tokens = max(longest + rollouts.max_new_tokens, min(group, PACKED_ROW_TOKENS))
         self.layout = functools.partial(transformer.decode_layout, self.policy.model)
-        self.grader = config.reward.make_grader()
         self._check(longest)
-        self.pool = RewardPool(config.reward.num_workers, config.reward.deadline_s)
+        reward = config.reward
+        self.graded = reward.check((*self.data.train, *self.data.held_out))
+        self.pool = RewardPool(reward.num_workers, reward.spare_workers, reward.deadline_s)
         self.metrics = MetricsWriter(workdir / "metrics.jsonl")
         self.events = EventLog(workdir / "events.jsonl")
         self.compiling = CompileClock()
@@ -109,11 +109,6 @@ class Run:
             )
         budget = self.config.trainer.micro_batch_tokens
         BatchShape.within(budget, self.row_tokens, self.per_step)
-        for example in (*self.data.train, *self.data.held_out):
-            try:
-                check_entry(self.grader, example.entry)
-            except ValueError as error:
-                raise ValueError(f"{example.task}, {example.text:.60}: {error}") from None
 
     def close(self):
         self.pool.close()
@@ -137,7 +132,8 @@ def train(config: Config, workdir: Path, progress: Progress) -> Summary:
     began = time.monotonic()
     run = Run(config, workdir, progress)
     try:
-        run.pool.load(run.grader, run.data.train[0].entry)
+        for example in run.graded:
+            run.pool.load(config.reward.grader_of(example), example.entry)
         trainer = _warmed_up_trainer(run)
         published = publish(run.layout, trainer.state.params, 0)
         if run.held_out:
@@ -337,7 +333,7 @@ def _rollout(run: Run, published, prompts, samples: int, sampling, what: str) ->
             sampling=sampling,
             run_key=run.run_key,
             tokenizer=run.policy.tokenizer,
-            grader=run.grader,
+            grader_of=run.config.reward.grader_of,
             pool=run.pool,
             events=run.events,
             on_finish=run.progress.advance,
