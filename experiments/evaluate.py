@@ -117,7 +117,7 @@ def evaluate(config: Config, progress: Progress) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         run = Run(dataclasses.replace(config, logger=""), Path(folder), progress)
         try:
-            run.pool.load(run.grader, run.data.train[0].entry)
+            run.load_graders()
             progress.start("evaluation", len(run.held_out) * settings.samples)
             graded = rollout(
                 run.engine,
@@ -127,7 +127,7 @@ def evaluate(config: Config, progress: Progress) -> dict:
                 sampling=sampling,
                 run_key=run.run_key,
                 tokenizer=run.policy.tokenizer,
-                grader=run.grader,
+                grader_of=config.reward.grader_of,
                 pool=run.pool,
                 events=run.events,
                 on_finish=progress.advance,

@@ -3,9 +3,10 @@
     python -m experiments.generate --model=smollm2 --prompts=prompts.jsonl --out=responses.jsonl \\
         --samples=4 --max_new_tokens=128 --temperature=1.0 --seed=0
 
-Reads JSON lines with `prompt` (used as it is) or `messages` (through the chat template). Writes one
-JSON line per response: prompt (index, from 0), member, token_ids, log_probs, text, finish_reason.
-The output appears whole, when all is done.
+Reads a prompt file (`read_prompt_file`: .jsonl, .csv, .parquet and more) with `prompt` (used as it
+is) or `messages` (through the chat template). Writes one JSON line per response: prompt (index,
+from 0), member, token_ids, log_probs, text, finish_reason. The output appears whole, when all is
+done.
 """
 
 import json
@@ -16,13 +17,14 @@ from absl import app, flags
 
 from tlt_jax import atomic
 from tlt_jax.models import pretrained
-from tlt_jax.rl.data import record_example
-from tlt_jax.rl.prompt_file import PromptRecord, read_prompt_file
+from tlt_jax.rl.data import encode_record
+from tlt_jax.rl.prompt_file import read_prompt_file
+from tlt_jax.rl.prompt_record import PromptRecord
 from tlt_jax.spec.engine import Engine, EngineConfig
 from tlt_jax.spec.request import Response, Sampling
 
 MODEL = flags.DEFINE_string("model", None, "smollm2, a folder, a Hugging Face id or a .gguf file.")
-PROMPTS = flags.DEFINE_string("prompts", None, "Prompt file, JSON lines.")
+PROMPTS = flags.DEFINE_string("prompts", None, "Prompt file.")
 OUT = flags.DEFINE_string("out", None, "File to write; must not exist.")
 SAMPLES = flags.DEFINE_integer("samples", 1, "Responses to each prompt.", lower_bound=1)
 MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Longest response.")
@@ -76,11 +78,11 @@ def check_writable(out: Path):
 
 def encode(records: list[PromptRecord], model: pretrained.Pretrained, new_tokens: int) -> list:
     """Token ids of each prompt; ValueError names the line of one that the model has no room for."""
-    prompts = [record_example(r, PROMPTS.value, model.tokenizer).ids for r in records]
+    prompts = [encode_record(r, model.tokenizer) for r in records]
     for record, ids in zip(records, prompts):
         if len(ids) + new_tokens > model.config.max_context:
             raise ValueError(
-                f"{PROMPTS.value}:{record.line}: {len(ids)} tokens and --max_new_tokens="
+                f"{record.where}: {len(ids)} tokens and --max_new_tokens="
                 f"{new_tokens} exceed the model's context of {model.config.max_context}; shorten "
                 "the prompt or lower --max_new_tokens"
             )

@@ -36,6 +36,14 @@ def test_a_config_file_names_every_setting(name):
         assert section in named
 
 
+def test_parts_of_a_task_can_be_overridden():
+    config = load("tiny")
+    for name, value in {"weight": 2.0, "params.max_terms": 3}.items():
+        config.update_from_flattened_dict({f"data.tasks.chain_sum.{name}": value})
+    [task] = from_dict(Config, config).data.tasks
+    assert (task.weight, dict(task.params)["max_terms"]) == (2.0, 3)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_unknown_argument_of_a_config_file_lists_the_known(name):
     with pytest.raises(ValueError, match="smoke or full|full or smoke"):

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from tlt_jax.checkpoint import CheckpointConfig
 from tlt_jax.loggers import LOGGERS
 from tlt_jax.rl.algorithm import AlgorithmConfig
-from tlt_jax.rl.data import DataConfig
+from tlt_jax.rl.data_config import DataConfig
 from tlt_jax.rl.evaluate import EvaluationConfig
 from tlt_jax.rl.optimizer import TrainerConfig
 from tlt_jax.rl.policy import PolicyConfig
-from tlt_jax.rl.rewards import RewardConfig
+from tlt_jax.rl.reward_config import RewardConfig
 from tlt_jax.rl.rollout import RolloutConfig
 from tlt_jax.rl.warm_up import WarmUpConfig
 

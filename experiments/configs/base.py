@@ -15,7 +15,12 @@ def get_config(**sections) -> ConfigDict:
 
     A mapping where the default is no section, as `data.tasks`, replaces it.
     """
-    return ConfigDict(_laid_over(_defaults(Config), sections))
+    settings = _laid_over(_defaults(Config), sections)
+    if isinstance(tasks := settings["data"]["tasks"], Mapping):
+        settings["data"]["tasks"] = {
+            label: {"name": label, "weight": 1.0, **spec} for label, spec in tasks.items()
+        }
+    return ConfigDict(settings)
 
 
 def _defaults(kind: type) -> dict:

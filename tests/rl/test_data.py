@@ -1,4 +1,4 @@
-"""Examples from tasks and files, and the resumable stream over them."""
+"""Examples from tasks and files."""
 
 import collections
 import dataclasses
@@ -7,15 +7,22 @@ import pickle
 
 import pytest
 
-from tlt_jax.rl.data import DataConfig, Example, PromptStream, load_prompts
-from tlt_jax.rl.tasks import Task, draw_questions, split_by_weight
-from tlt_jax.spec.noise import EVALUATE, TRAIN
+from tlt_jax.rl.data import load_prompts
+from tlt_jax.rl.data_config import DataConfig
+from tlt_jax.rl.tasks import Stage, Task, draw_questions, split_by_weight
+from tlt_jax.spec.noise import TRAIN
 
 
 class ByteTokenizer:
-    """A token per byte; a chat wraps each message in two marks."""
+    """A token per byte; a chat wraps each message in two marks. Counts what it encodes."""
+
+    longest_token = 1
+
+    def __init__(self):
+        self.characters = 0
 
     def encode(self, text):
+        self.characters += len(text)
         return list(text.encode())
 
     def chat(self, messages):
@@ -29,6 +36,7 @@ class ByteTokenizer:
 
 
 SUMS = Task("chain_sum", params={"max_terms": 3, "max_digits": 2})
+HARD = {"max_terms": 6, "max_digits": 3}
 BASIC = Task("basic_arithmetic", weight=2.0)
 
 
@@ -59,7 +67,7 @@ def test_examples_hold_the_templated_chat_and_all_that_grading_needs():
     asked = f"system:Be brief.user:Q: {example.text}\nUse {{braces}}."
     assert ByteTokenizer().decode(example.ids) == asked
     assert example.ids.count(256) == 2 and load().train[0].ids.count(256) == 1
-    assert example.task == "chain_sum"
+    assert example.source == "chain_sum"
     assert example.entry["params"] == {"max_terms": 3, "max_digits": 2}
     assert example.entry["item"]["question"] == example.text
     assert pickle.loads(pickle.dumps(example)) == example
@@ -85,9 +93,9 @@ def test_mixtures_follow_their_weights():
         assert sum(counts) == size
         assert all(abs(n - size * w / 3.5) < 1 for n, w in zip(counts, (1, 2, 0.5)))
     data = load(tasks=(SUMS, BASIC), size=30, eval_size=9)
-    count = collections.Counter(example.task for example in data.train)
+    count = collections.Counter(example.source for example in data.train)
     assert count == {"chain_sum": 10, "basic_arithmetic": 20}
-    assert collections.Counter(e.task for e in data.held_out) == {
+    assert collections.Counter(e.source for e in data.held_out) == {
         "chain_sum": 3,
         "basic_arithmetic": 6,
     }
@@ -102,6 +110,65 @@ def test_tasks_can_be_a_mapping():
         Task("chain_sum", params=(("max_terms", 2),)),
         Task("basic_arithmetic"),
     )
+
+
+STAGED = {
+    "chain_sum": {
+        "params": {"min_digits": 1, "max_digits": 1, "max_terms": 2},
+        "stages": [{"until": 12}, {"until": 30, "params": {"max_terms": 4}}, {"params": HARD}],
+    },
+    "basic_arithmetic": {},
+}
+
+
+def test_a_curriculum_gives_each_stage_questions_of_its_own():
+    data = load(tasks=STAGED, size=20, eval_size=10)
+    counts = collections.Counter((e.since, e.source) for e in data.train)
+    # A stage shorter than `size` has no more questions than draws.
+    assert counts == {(s, t): n // 2 for s, n in ((0, 12), (12, 18), (30, 20)) for t in STAGED}
+    params = {e.since: e.entry["params"] for e in data.train if e.source == "chain_sum"}
+    assert {s: p["max_terms"] for s, p in params.items()} == {0: 2, 12: 4, 30: 6}
+    assert params[12]["max_digits"] == 1 and params[30]["max_digits"] == 3
+    # Held out are questions of the last stage, and no stage trains on them.
+    assert {e.entry["params"]["max_terms"] for e in data.held_out if "chain" in e.source} == {6}
+    assert not set(texts(data.held_out)) & set(texts(data.train))
+    # The other task draws new questions in each stage; all up to the first is as without stages.
+    plain = [e for e in data.train if e.source == "basic_arithmetic"]
+    assert not {e.text for e in plain if e.since == 0} & {e.text for e in plain if e.since == 30}
+    first = load(tasks={**STAGED, "chain_sum": {"params": STAGED["chain_sum"]["params"]}}, size=12)
+    assert [e.ids for e in data.train if e.since == 0] == [e.ids for e in first.train]
+
+
+def test_stages_follow_each_other():
+    early, late = Stage({"max_terms": 2}, until=5), Stage({"max_terms": 9})
+    task = Task("chain_sum", stages=(early, late))
+    assert [dict(task.at(draw).params)["max_terms"] for draw in (0, 4, 5, 99)] == [2, 2, 9, 9]
+    assert task.at(0).stages == ()
+    for wrong in (
+        (late, early),
+        (early,),
+        (early, early, late),
+        (late, late),
+        (Stage({}, 0), late),
+    ):
+        with pytest.raises(ValueError, match="every stage but the last needs a larger `until`"):
+            Task("chain_sum", stages=wrong)
+
+
+@pytest.mark.parametrize(
+    "stages, words",
+    [
+        ({"until": 3}, "stages={'until': 3} must be a list"),
+        ([3], r"stages\[0\]=3 must be a section"),
+        ([{"til": 3}], r"stages\[0\].til is no known setting; known here: \('until', 'params'\)"),
+        ([{"until": 1.5}], r"stages\[0\].until=1.5 must be a number of draws"),
+        ([{"params": {"seed": 3}}], "set seed of the data section"),
+        ([{"until": 5}, {"params": {"max_term": 3}}], "has no parameter 'max_term'"),
+    ],
+)
+def test_bad_stages(stages, words):
+    with pytest.raises(ValueError, match=words):
+        load(tasks={"chain_sum": {"stages": stages}})
 
 
 @pytest.mark.parametrize(
@@ -121,10 +188,16 @@ def test_tasks_can_be_a_mapping():
         ({"eval_file": "x"}, "goes with train_file"),
         ({"tasks": (), "train_file": "x"}, "give an eval_file, or set eval_size=0"),
         ({"template": "{q}"}, "must contain {question}"),
+        ({"chat": True}, "chat=True goes with train_file"),
+        ({"prompt_column": "q"}, "prompt_column='q' goes with train_file"),
+        ({"tasks": (), "train_file": "x", "eval_size": 0, "system": "s"}, "set chat=True"),
         ({"size": 0}, "size=0"),
         ({"seed": -1}, "seed=-1"),
-        ({"max_prompt_tokens": 5}, "more than max_prompt_tokens=5; .*drop_long=True: State the"),
-        ({"max_prompt_tokens": 5, "drop_long": True}, "no training prompts remain: .* 40 prompts"),
+        ({"max_prompt_tokens": 40}, "tokens, more than max_prompt_tokens=40; .*drop_long=True: St"),
+        (
+            {"max_prompt_tokens": 5, "drop_long": True},
+            "no training prompts remain: .* 40 prompts are longer",
+        ),
     ],
 )
 def test_bad_settings(changes, words):
@@ -175,68 +248,50 @@ def test_files(tmp_path):
         tokenizer.encode("a b"),
     ]
     assert whole.train[0].entry["answer"] == "1" and whole.held_out == ()
-    with pytest.raises(ValueError, match="no training prompts remain: 3 lines"):
+    with pytest.raises(ValueError, match="no training prompts remain: 3 prompts"):
         load(tasks=(), train_file=str(train), eval_file=str(train))
 
 
-def examples(n, offset=0):
-    return [Example((i + offset, 1), f"text {i % 3}", "task", {"i": i}) for i in range(n)]
+def lines(path, *rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
 
 
-def stream(n=7, seed=0, domain=TRAIN, **kwargs):
-    return PromptStream(examples(n), seed=seed, domain=domain, **kwargs)
+def load_file(path, **changes):
+    return load(**({"tasks": (), "train_file": path, "eval_size": 0} | changes))
 
 
-def test_each_epoch_visits_every_example_once_in_an_order_of_its_own():
-    taken = stream().take(21)
-    epochs = [tuple(p.ids[0] for p in taken[i : i + 7]) for i in (0, 7, 14)]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(7))] * 3
-    assert len(set(epochs)) == 3
-    assert [p.draw for p in taken] == list(range(21))
-    assert all(p.domain == TRAIN and p.entry == {"i": p.ids[0]} for p in taken)
-    assert stream(seed=1).take(7) != taken[:7]
+def test_columns_and_chats_of_files(tmp_path):
+    row = {"question": "2 + 3?", "solution": "5", "data_source": "sums"}
+    path = lines(tmp_path / "a.jsonl", row, row)
+    names = {"prompt_column": "question", "answer_column": "solution"}
+    chat = {"chat": True, "system": "Be brief.", "template": "Q: {question}"}
+    first, second = load_file(path, **names, **chat).train
+    assert ByteTokenizer().decode(first.ids) == "system:Be brief.user:Q: 2 + 3?"
+    assert (first.source, first.text, first.entry["answer"]) == ("sums", "2 + 3?", "5")
+    assert (first.where, second.where) == (f"{path}:1", f"{path}:2")
+    [raw, _] = load_file(path, **names, source_column="solution").train
+    assert ByteTokenizer().decode(raw.ids) == "2 + 3?" and raw.source == "5"
+    path = lines(tmp_path / "b.jsonl", {"messages": [{"role": "user", "content": "hi"}]})
+    assert load_file(path, chat=True).train[0].source == path
+    with pytest.raises(
+        ValueError, match="b.jsonl:1: the prompt is a list of messages, which system"
+    ):
+        load_file(path, **chat)
 
 
-def test_how_prompts_are_asked_for_does_not_matter():
-    whole = stream().take(30)
-    parts = stream()
-    assert [p for n in (1, 0, 9, 7, 13) for p in parts.take(n)] == whole
-
-
-@pytest.mark.parametrize("cut", range(0, 16))
-def test_a_restored_stream_goes_on_as_if_nothing_had_happened(cut):
-    whole = stream().take(30)
-    first = stream()
-    first.take(cut)
-    state = json.loads(json.dumps(first.state()))
-    resumed = stream()
-    resumed.take(3)
-    resumed.restore(state)
-    assert resumed.take(30 - cut) == whole[cut:]
-
-
-def test_without_shuffling_the_order_is_the_given_one_and_draws_still_count():
-    evaluation = stream(domain=EVALUATE, shuffle=False)
-    first, second = evaluation.take(7), evaluation.take(7)
-    assert [p.ids[0] for p in first] == [p.ids[0] for p in second] == list(range(7))
-    assert [p.draw for p in first + second] == list(range(14))
-    assert {p.domain for p in first} == {EVALUATE}
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda: stream(n=8),
-        lambda: stream(seed=1),
-        lambda: stream(domain=EVALUATE),
-        lambda: PromptStream(examples(7, offset=1), seed=0, domain=TRAIN),
-    ],
-)
-def test_a_state_of_other_data_is_refused(other):
-    with pytest.raises(ValueError, match="belongs to other prompts"):
-        other().restore(stream().state())
-
-
-def test_an_empty_stream_is_refused():
-    with pytest.raises(ValueError, match="at least one example"):
-        PromptStream([], seed=0, domain=TRAIN)
+def test_a_text_that_cannot_fit_is_not_encoded(tmp_path):
+    path = lines(tmp_path / "a.jsonl", {"prompt": "x" * 3_000_000}, {"prompt": "ab"})
+    tokenizer = ByteTokenizer()
+    limits = {"tasks": (), "train_file": path, "eval_size": 0, "max_prompt_tokens": 9}
+    data = load_prompts(config(**limits, drop_long=True), tokenizer)
+    assert texts(data.train) == ["ab"] and data.num_too_long == 1
+    assert tokenizer.characters == 2
+    with pytest.raises(
+        ValueError, match="a.jsonl:1: a prompt has 3000000 characters, which cannot"
+    ):
+        load_file(path, max_prompt_tokens=9)
+    # Just under the bound only the tokenizer can tell.
+    path = lines(tmp_path / "b.jsonl", {"prompt": "x" * 36})
+    with pytest.raises(ValueError, match="a prompt has 36 tokens, more than max_prompt_tokens=9"):
+        load_file(path, max_prompt_tokens=9)

@@ -93,7 +93,11 @@ def runs(tmp_path_factory):
 
     def run(name, **changes):
         (folder / name).mkdir()
-        settings = {"reward.grader": f"{sample_graders.__name__}:often_one", **changes}
+        settings = {
+            "reward.grader": f"{sample_graders.__name__}:often_one",
+            "reward.extractor": "",
+            **changes,
+        }
         loop.train(smoke(**settings), folder / name, Silent())
         lines = (folder / name / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]

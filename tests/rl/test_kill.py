@@ -23,6 +23,7 @@ TINY = (
     "--config.rollout.samples=4",
     "--config.rollout.rows=8",
     "--config.reward.grader=tests.rl.sample_graders:parity",
+    "--config.reward.extractor=",
     "--config.evaluation.every=2",
     "--config.evaluation.prompts=4",
 )

@@ -105,7 +105,7 @@ def test_evaluating_more_often_does_not_change_training(base, tmp_path):
 
 def test_failing_gradings_are_masked_out_and_counted(tmp_path):
     grader = f"{sample_graders.__name__}:fails_on_some"
-    summary, _ = run(tmp_path / "some", **{"reward.grader": grader})
+    summary, _ = run(tmp_path / "some", **{"reward.grader": grader, "reward.extractor": ""})
     line = summary.lines[1]
     assert 0 < line["content/valid_share"] < 1
     assert line["pace/reward_errors"] == round(16 * (1 - line["content/valid_share"]))
@@ -114,7 +114,7 @@ def test_failing_gradings_are_masked_out_and_counted(tmp_path):
 def test_a_step_in_which_all_gradings_fail_stops_the_run(tmp_path):
     grader = f"{sample_graders.__name__}:raises"
     with pytest.raises(RuntimeError, match=r"step 1: none of 16 gradings succeeded"):
-        run(tmp_path / "none", **{"reward.grader": grader})
+        run(tmp_path / "none", **{"reward.grader": grader, "reward.extractor": ""})
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,10 @@ def test_a_step_in_which_all_gradings_fail_stops_the_run(tmp_path):
             r"context of 64; .*data\.max_prompt_tokens=60",
         ),
         ({"rollout.max_new_tokens": 300, "trainer.micro_batch_tokens": 300}, r"one row of 3\d\d"),
-        ({"reward.grader": "exact"}, r"chain_sum, State the final.*grader='exact' needs 'answer'"),
+        (
+            {"reward.grader": "exact"},
+            r"'chain_sum', State the final.*grader='exact' needs 'answer'",
+        ),
         ({"policy.width": 60, "policy.num_heads": 8}, r"width=60, num_heads=8 together"),
         ({"policy.dtype": "float64"}, r"policy\.dtype='float64' needs .*JAX_ENABLE_X64=1"),
     ],
@@ -146,7 +149,9 @@ def test_a_line_of_a_file_without_an_answer_is_refused_before_the_warm_up(tmp_pa
     reward = dataclasses.replace(config.reward, grader="exact")
     evaluation = dataclasses.replace(config.evaluation, prompts=0)
     config = dataclasses.replace(config, data=data, reward=reward, evaluation=evaluation)
-    with pytest.raises(ValueError, match=r"prompts\.jsonl, what\?: grader='exact' needs 'answer'"):
+    with pytest.raises(
+        ValueError, match=r"prompts\.jsonl:2, what\?: grader='exact' needs 'answer'"
+    ):
         loop.train(config, tmp_path, Silent())
     file.write_text(file.read_text().replace('"what?"', '"2 + 2 = ", "answer": "4"'))
     summary = loop.train(config, tmp_path, Silent())

@@ -46,6 +46,11 @@ class Tokenizer:
         """One more than the largest id."""
         return max(self.fast.get_vocab().values()) + 1
 
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: n tokens stand for at most n times as many."""
+        return max(map(len, self.fast.get_vocab()))
+
     @property
     def bos_id(self) -> int | None:
         return self.fast.bos_token_id

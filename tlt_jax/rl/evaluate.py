@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tlt_jax.rl.data import Prompt, PromptData, PromptStream
+from tlt_jax.rl.data import Prompt, PromptData
+from tlt_jax.rl.prompt_stream import PromptStream
 from tlt_jax.rl.rollout import Graded, Rollout
 from tlt_jax.spec.noise import EVALUATE
 

@@ -49,7 +49,7 @@ def train(config: Config, workdir: Path, progress: Progress) -> Summary:
     began = time.monotonic()
     run = Run(config, workdir, progress)
     try:
-        run.pool.load(run.grader, run.data.train[0].entry)
+        run.load_graders()
         (workdir / DONE).unlink(missing_ok=True)  # of fewer steps
         trainer, done = run.start()
         published = publish(run.layout, trainer.state.params, done)
@@ -244,7 +244,7 @@ def _rollout(
             sampling=sampling,
             run_key=run.run_key,
             tokenizer=run.policy.tokenizer,
-            grader=run.grader,
+            grader_of=run.config.reward.grader_of,
             pool=run.pool,
             events=run.events,
             on_finish=run.progress.advance,

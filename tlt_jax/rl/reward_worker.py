@@ -27,6 +27,7 @@ def main() -> None:
     Each is answered by STARTED and then (status, value, detail), or by the latter alone if the
     grader cannot be loaded. A text of None asks for no more than loading it.
     """
+    _die_first()
     connection = Connection(os.dup(0))
     # Graders may read their input or print; neither may reach the socket.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -37,6 +38,9 @@ def main() -> None:
         grader, text, entry, deadline_s = pickle.loads(requests.get())
         try:
             grade = graders.resolve(grader, entry)
+        except graders.GraderError as error:
+            connection.send(("error", None, str(error)))
+            continue
         except BaseException:
             connection.send(("error", None, _last_error("could not load the grader: ")))
             continue
@@ -51,6 +55,15 @@ def main() -> None:
             reply = ("error", None, _last_error(""))
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.send(reply)
+
+
+def _die_first() -> None:
+    """Have Linux end this process, and not the run, when an answer (10^10^10) eats up memory."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        pass  # no Linux
 
 
 def check_value(value) -> tuple[str, float | None, str]:

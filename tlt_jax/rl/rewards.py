@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Pipe
 from typing import Any
 
@@ -18,30 +18,13 @@ from tlt_jax.rl.graders import Grader
 from tlt_jax.rl.reward_worker import STARTED
 
 STATUSES = ("ok", "error", "timeout", "invalid")
+_SLOW = 0.1  # of the deadline; a worker is then taken out of the count of those at work
 _LOAD_LIMIT_S = 120.0  # to start a worker and import a grader, on a busy machine
 # Not multiprocessing.Process: it would import the caller's main module in each worker, with jax.
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from tlt_jax.rl.reward_worker import main; main()"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class RewardConfig:
-    """The grader (see `Grader` for name, extractor and partial) and its workers."""
-
-    grader: str = "reasoning_gym"
-    extractor: str = "answer_tag"
-    partial: bool = False
-    num_workers: int = 2
-    deadline_s: float = 10.0  # per answer, loading of the grader excluded
-
-    def __post_init__(self):
-        _check_pool(self.num_workers, self.deadline_s)
-        self.make_grader()
-
-    def make_grader(self) -> Grader:
-        return Grader(self.grader, self.extractor, self.partial)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,23 +44,37 @@ class RewardPool:
     """Worker processes that grade responses, each under a deadline.
 
     `submit` returns at once; results come in order of completion, under the caller's keys. An
-    answer that takes `deadline_s` seconds has its worker killed and replaced. Workers see neither
-    jax nor the caller's main module, and die with the caller. To be used by one thread. POSIX only.
+    answer that takes `deadline_s` seconds has its worker killed and replaced. One that takes a
+    tenth of that no longer counts among the `num_workers` at work: a spare goes on with the others,
+    so that hanging answers wait for their deadlines side by side. Workers see neither jax nor the
+    caller's main module, and die with the caller. To be used by one thread. POSIX only.
     """
 
-    def __init__(self, num_workers: int, deadline_s: float):
-        _check_pool(num_workers, deadline_s)
+    def __init__(self, num_workers: int, spare_workers: int, deadline_s: float):
+        check_pool(num_workers, spare_workers, deadline_s)
         self._deadline_s = deadline_s
+        self._num_workers, self._limit = num_workers, num_workers + spare_workers
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._results: queue.SimpleQueue = queue.SimpleQueue()
         self._pending = 0
-        self._workers = [_Worker(deadline_s) for _ in range(num_workers)]
-        self._threads = [
-            threading.Thread(target=self._feed, args=(worker,), name=f"rewards {i}", daemon=True)
-            for i, worker in enumerate(self._workers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._turns = threading.Semaphore(num_workers)  # to grade, without being slow
+        self._lock = threading.Lock()  # of what follows
+        self._closed = False
+        self._slow = 0  # workers that are
+        self._workers: list[_Worker] = []
+        self._threads: list[threading.Thread] = []
+        for _ in range(num_workers):
+            self._add_worker()
+        for worker in self._workers:
+            worker.start()
+
+    def _add_worker(self) -> None:
+        worker = _Worker(self._deadline_s)
+        name = f"rewards {len(self._threads)}"
+        thread = threading.Thread(target=self._feed, args=(worker,), name=name, daemon=True)
+        self._workers.append(worker)
+        self._threads.append(thread)
+        thread.start()
 
     def load(self, grader: Grader, entry: Mapping[str, Any]) -> None:
         """Load `grader` in a worker and wait for it. Raises ValueError if that fails.
@@ -111,9 +108,12 @@ class RewardPool:
 
     def close(self) -> None:
         """Kill the workers. What has not been graded is dropped."""
+        with self._lock:
+            self._closed = True
         for worker in self._workers:
             worker.close()
         for _ in self._threads:
+            self._turns.release()
             self._jobs.put(None)
         for thread in self._threads:
             thread.join()
@@ -126,7 +126,7 @@ class RewardPool:
         self.close()
 
     def _put(self, key: Any, grader: Grader, text: str | None, entry: Mapping[str, Any]) -> None:
-        if not self._threads:
+        if self._closed:
             raise ValueError("the reward pool is closed")
         request = pickle.dumps((grader, text, dict(entry), self._deadline_s))
         self._pending += 1
@@ -134,10 +134,29 @@ class RewardPool:
 
     def _feed(self, worker: "_Worker") -> None:
         """See one job after the other through, until the end of the queue."""
-        while (job := self._jobs.get()) is not None:
+        while True:
+            self._turns.acquire()
+            if (job := self._jobs.get()) is None:
+                break
             key, request = job
-            self._results.put((key, worker.grade(request)))
+            score, slow = worker.grade(request, self._go_on_without)
+            self._results.put((key, score))
+            if slow:
+                with self._lock:
+                    self._slow -= 1
+            else:
+                self._turns.release()
         worker.kill()
+
+    def _go_on_without(self) -> None:
+        """Give the turn of a worker that has become slow to another, if need be to a new one."""
+        self._turns.release()
+        with self._lock:
+            self._slow += 1
+            at_work = len(self._workers) - self._slow
+            room = len(self._workers) < self._limit and not self._closed
+            if at_work < self._num_workers and room:
+                self._add_worker()
 
 
 class _Worker:
@@ -147,41 +166,52 @@ class _Worker:
         self._deadline_s = deadline_s
         self._closed = False
         self._lock = threading.Lock()  # of the process, against `close` during a restart
-        self._start()
+        self._process: subprocess.Popen | None = None
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the process, if it does not run."""
         with self._lock:
+            if self._process is not None:
+                return
             if self._closed:
                 raise OSError("the reward pool is closed")
             self._connection, theirs = Pipe()
-            self._process: subprocess.Popen | None = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path)],
                 stdin=theirs.fileno(),
                 start_new_session=True,  # out of reach of Ctrl-C; killed with its own children
             )
             theirs.close()
 
-    def grade(self, request: bytes) -> Score:
-        """Send one request and wait for its score, at most until the deadline."""
+    def grade(self, request: bytes, on_slow: Callable[[], None]) -> tuple[Score, bool]:
+        """Send one request and wait for its score, at most until the deadline.
+
+        Returns the score and whether `on_slow` was called, a good while before that.
+        """
+        slow = False
+        soft_s = _SLOW * self._deadline_s
         try:
-            if self._process is None:
-                self._start()
+            self.start()
             self._connection.send_bytes(request)
             if not self._connection.poll(_LOAD_LIMIT_S):
                 self.kill()
-                return Score(None, "error", f"the grader did not load within {_LOAD_LIMIT_S} s")
+                return Score(None, "error", f"the grader did not load in {_LOAD_LIMIT_S} s"), slow
             reply = self._connection.recv()
             if reply == STARTED:
-                if not self._connection.poll(self._deadline_s):
+                if slow := not self._connection.poll(soft_s):
+                    on_slow()
+                if slow and not self._connection.poll(self._deadline_s - soft_s):
                     self.kill()
-                    return Score(None, "timeout", f"killed at the deadline of {self._deadline_s} s")
+                    detail = f"killed at the deadline of {self._deadline_s} s"
+                    return Score(None, "timeout", detail), slow
                 reply = self._connection.recv()
         except Exception as error:
             # Counted as a failure of this answer, whatever it was: a feeding thread that ended
             # here would leave the caller waiting for ever.
             status = self.kill()
-            return Score(None, "error", f"the worker died (exit status {status}): {error!r}")
-        return Score(reply[1], reply[0], reply[2])
+            detail = f"the worker died (exit status {status}): {error!r}"
+            return Score(None, "error", detail), slow
+        return Score(reply[1], reply[0], reply[2]), slow
 
     def kill(self) -> int | None:
         """Kill the process and what it started, if it runs; return its exit status."""
@@ -208,9 +238,12 @@ class _Worker:
             pass  # already dead: the second is what macOS says of a process not yet waited for
 
 
-def _check_pool(num_workers: int, deadline_s: float) -> None:
+def check_pool(num_workers: int, spare_workers: int, deadline_s: float) -> None:
+    """Raise ValueError if there can be no `RewardPool` of these."""
     if num_workers < 1:
         raise ValueError(f"num_workers={num_workers} must be at least 1")
+    if spare_workers < 0:
+        raise ValueError(f"spare_workers={spare_workers} must not be negative")
     if not 0 < deadline_s < float("inf"):
         raise ValueError(f"deadline_s={deadline_s} must be a positive number of seconds")
 

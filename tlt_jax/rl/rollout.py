@@ -75,7 +75,7 @@ def rollout(
     sampling: Sampling,
     run_key: jax.Array,
     tokenizer: Tokenizer,
-    grader: Grader,
+    grader_of: Callable[[Prompt], Grader],
     pool: RewardPool,
     events: EventLog,
     on_finish: Callable[[], None] = lambda: None,
@@ -115,7 +115,7 @@ def rollout(
                 text = tokenizer.decode(response.tokens)
                 key = (response.group.draw, response.member)
                 done[key] = (response, text)
-                pool.submit(key, grader, text, prompt.entry)
+                pool.submit(key, grader_of(prompt), text, prompt.entry)
                 on_finish()
             events.add("decode", began, events.now(), worker=0, rows=rows, live=live)
             if eager and (fresh := pool.poll()):

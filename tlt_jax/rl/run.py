@@ -22,11 +22,11 @@ from tlt_jax.loggers import make_logger
 from tlt_jax.metrics import MetricsWriter, read_metrics
 from tlt_jax.models import hf_config, transformer
 from tlt_jax.rl import policy
-from tlt_jax.rl.data import PromptStream, load_prompts
+from tlt_jax.rl.data import load_prompts
 from tlt_jax.rl.evaluate import held_out_prompts
-from tlt_jax.rl.graders import check_entry
 from tlt_jax.rl.packing import BatchShape
 from tlt_jax.rl.policy_trainer import PolicyTrainer, TrainState
+from tlt_jax.rl.prompt_stream import PromptStream
 from tlt_jax.rl.rewards import RewardPool
 from tlt_jax.rl.warm_up import SUPERVISED, supervised_samples, warm_up
 from tlt_jax.spec import noise
@@ -87,14 +87,16 @@ class Run:
         group = longest + rollouts.samples * rollouts.max_new_tokens
         self.row_tokens = max(longest + rollouts.max_new_tokens, min(group, PACKED_ROW_TOKENS))
         self.layout = functools.partial(transformer.decode_layout, self.policy.model)
-        self.grader = config.reward.make_grader()
         self._check(longest)
+        # One example per source and grader: what the pool tries out before any work.
+        self.graded = config.reward.check((*self.data.train, *self.data.held_out))
         position = 0
         if self.saved is not None:
             record, position = self.saved.record, self.saved.record["metrics_bytes"]
             self.stream.restore(record["data"])
             self.run_key = jax.random.wrap_key_data(np.array(record["run_key"], np.uint32))
-        self.pool = RewardPool(config.reward.num_workers, config.reward.deadline_s)
+        reward = config.reward
+        self.pool = RewardPool(reward.num_workers, reward.spare_workers, reward.deadline_s)
         self.metrics = MetricsWriter(workdir / METRICS, position)
         self.lines = read_metrics(workdir / METRICS)
         self.events = EventLog(workdir / EVENTS)
@@ -115,11 +117,11 @@ class Run:
             )
         budget = self.config.trainer.micro_batch_tokens
         BatchShape.within(budget, self.row_tokens, self.per_step)
-        for example in (*self.data.train, *self.data.held_out):
-            try:
-                check_entry(self.grader, example.entry)
-            except ValueError as error:
-                raise ValueError(f"{example.task}, {example.text:.60}: {error}") from None
+
+    def load_graders(self):
+        """Try every grader in a worker. Raises GraderError for one that cannot work."""
+        for example in self.graded:
+            self.pool.load(self.config.reward.grader_of(example), example.entry)
 
     def start(self) -> tuple[PolicyTrainer, int]:
         """The trainer and the RL steps behind it. In this order of precedence: the newest

@@ -63,7 +63,7 @@ def _answer(example: Example) -> str:
     answer = example.entry.get("item", example.entry).get("answer")
     if not isinstance(answer, str):
         raise ValueError(
-            f"the warm-up needs a reference answer, and {example.text[:60]!r} of {example.task!r} "
+            f"the warm-up needs a reference answer, and {example.where}, {example.text[:60]!r}, "
             "has none; use a task with answers or set warm_up.steps=0"
         )
     return answer
