@@ -117,19 +117,9 @@ def plain_gradient(model, samples, algorithm=GRPO):
         old = s.old_logp is not None
         before[P:end] = s.old_logp if old else 0
         reference[P:end] = s.reference_logp if algorithm.kl_coef else 0
-        values = s.advantages, weight[algorithm.aggregation], before, reference
-        total.append(
-            sample_gradient(
-                random_params(model),
-                ids,
-                P,
-                end,
-                *values,
-                model=model,
-                algorithm=algorithm,
-                old=old,
-            )
-        )
+        values = ids, P, end, s.advantages, weight[algorithm.aggregation], before, reference
+        how = dict(model=model, algorithm=algorithm, old=old)
+        total.append(sample_gradient(random_params(model), *values, **how))
     return jax.tree.map(lambda *x: sum(np.asarray(y) for y in x), *total)
 
 
@@ -157,9 +147,10 @@ CASES = {
 def test_gradient_does_not_depend_on_how_the_step_is_cut(case):
     algorithm, old = CASES[case]
     with jax.enable_x64(True):
-        samples = make_samples(old=old, reference=bool(algorithm.kl_coef))
+        samples = make_samples(old=old, reference=algorithm.needs_reference)
+        samples[3] = dataclasses.replace(samples[3], advantages=0.0)
         loss, want = plain_gradient(DOUBLE, samples, algorithm)
-        for rows in (7, 2):
+        for rows in (7, 2) if algorithm == GRPO and not old else (2,):
             trainer = make(DOUBLE, rows, algorithm=algorithm, head_chunk=16)
             for pack in (False, True):
                 trainer.config = dataclasses.replace(trainer.config, pack=pack)
@@ -183,7 +174,6 @@ def test_with_a_kl_in_the_loss_no_sample_is_left_out():
     samples = [dataclasses.replace(s, advantages=0.0) for s in make_samples(reference=True)]
     kl = make(algorithm=AlgorithmConfig(kl_coef=0.1))
     assert len(kl.prepare(samples).samples) == 7
-    assert kl.update(samples)["grad_norm"] > 0
     in_reward = make(algorithm=AlgorithmConfig(kl="k1", kl_coef=0.1, kl_in="reward"))
     assert len(in_reward.prepare(samples).samples) == 1
     with pytest.raises(ValueError, match="needs reference_logp of every sample"):
@@ -239,25 +229,20 @@ def test_nothing_recompiles_and_runs_are_bit_equal():
 
 
 def with_old(trainer, samples):
-    return [
-        dataclasses.replace(s, old_logp=logp)
-        for s, logp in zip(samples, trainer.log_probs(samples))
-    ]
+    logp = trainer.log_probs(samples)
+    return [dataclasses.replace(s, old_logp=x) for s, x in zip(samples, logp)]
 
 
-@pytest.mark.parametrize("ratio", loss.RATIOS)
-def test_old_log_probs_are_those_before_the_first_step(ratio):
+def test_old_log_probs_are_those_before_the_first_step():
     samples = make_samples()
-    one = AlgorithmConfig(ratio=ratio)
-    settings = dict(learning_rate=1e-2)
-    twice = make(algorithm=dataclasses.replace(one, epochs=2), **settings)
+    twice = make(algorithm=AlgorithmConfig(epochs=2), learning_rate=1e-2)
     metrics = twice.update(samples)
     assert metrics["optimizer_steps"] == 2 and metrics["clip_fraction"] > 0
     assert metrics["clip_fraction"] == pytest.approx(
         metrics["clip_fraction_low"] + metrics["clip_fraction_high"]
     )
 
-    once, renewed = make(algorithm=one, **settings), make(algorithm=one, **settings)
+    once, renewed = make(learning_rate=1e-2), make(learning_rate=1e-2)
     kept = with_old(once, samples)
     for _ in range(2):
         once.update(kept)
@@ -302,25 +287,31 @@ def test_nothing_recompiles_with_epochs_mini_batches_and_a_reference():
     assert [p._cache_size() for p in PROGRAMS] == sizes
 
 
+@jax.jit
+def row_scores(params, tokens_T):
+    """All logits [T, V] of one row."""
+    T = tokens_T.shape[0]
+    mask = layers.causal_mask(jnp.ones((1, T), jnp.int32))
+    out = transformer.forward(MODEL, params, tokens_T[None], jnp.arange(T)[None], mask)
+    return transformer.logits(MODEL, params, out.hidden)[0]
+
+
 def test_entropy_kl_and_capped_share_by_all_logits():
     samples = make_samples(reference=True)
-    samples[1] = dataclasses.replace(samples[1], advantages=0.0)
+    samples[1] = dataclasses.replace(samples[1], advantages=0.0)  # not computed
     trainer = make(algorithm=AlgorithmConfig(importance_cap=1.2), temperature=0.7)
-    params, logp = random_params(MODEL), trainer.log_probs(samples)
     entropy, kl, capped = [], [], []
-    for i, s in enumerate(samples):
-        ids = np.concatenate([s.prompt, s.response])[None]
-        T = ids.shape[1]
-        mask = layers.causal_mask(jnp.ones((1, T), jnp.int32))
-        hidden = transformer.forward(MODEL, params, ids, np.arange(T)[None], mask).hidden
-        scores = np.asarray(transformer.logits(MODEL, params, hidden)[0], np.float64) / 0.7
-        p_TV = np.exp(scores - scores.max(-1, keepdims=True))
-        p_TV /= p_TV.sum(-1, keepdims=True)
-        if i != 1:
-            entropy += list(-(p_TV * np.log(p_TV)).sum(-1)[len(s.prompt) - 1 : -1])
-            d = s.reference_logp - logp[i]
-            kl += list(np.exp(d) - d - 1)
-            capped += list(np.exp(logp[i] - s.rollout_logp) > 1.2)
+    for s in [samples[0], *samples[2:]]:
+        ids = np.zeros(ROW, np.int32)
+        ids[: s.tokens] = np.concatenate([s.prompt, s.response])
+        scores = np.asarray(row_scores(random_params(MODEL), ids), np.float64) / 0.7
+        p_TV = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+        for t, token in enumerate(s.response):
+            p_V = p_TV[len(s.prompt) - 1 + t]
+            entropy.append(-(p_V * np.log(p_V)).sum())
+            d = s.reference_logp[t] - np.log(p_V[token])
+            kl.append(np.exp(d) - d - 1)
+            capped.append(p_V[token] / np.exp(s.rollout_logp[t]) > 1.2)
     metrics = trainer.update(samples)
     np.testing.assert_allclose(metrics["entropy"], np.mean(entropy), rtol=1e-5)
     np.testing.assert_allclose(metrics["kl"], np.mean(kl), rtol=1e-5)
@@ -378,9 +369,7 @@ def test_a_nan_stops_before_the_parameters_change(bad):
     trainer.update(samples)
     before = jax.device_get(jax.tree.map(jnp.copy, trainer.state))
     broken = [dataclasses.replace(samples[0], advantages=bad), *samples[1:]]
-    with pytest.raises(
-        NonFiniteError, match="in optimizer step 1; the parameters were not changed"
-    ):
+    with pytest.raises(NonFiniteError, match="step 1; the parameters were not changed"):
         trainer.update(broken)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), before)
     trainer.update(samples)  # and the trainer still works
