@@ -2,9 +2,10 @@
 
     python -m experiments.sweep --config=PATH[:ARGUMENT] --workdir=DIR
 
-`experiments/points.py` shows how sweep() is written. The folders are named by the overrides; what a run printed is in its log.txt. The same command goes
-on with what was interrupted and skips what is finished; `python -m experiments.report DIR` makes
-the table. Split a sweep over machines that share DIR by --only=1/2 and --only=2/2.
+`experiments/points.py` shows how sweep() is written. The folders are named by the overrides; what a
+run printed is in its log.txt. The same command goes on with what was interrupted and skips what is
+finished; `python -m experiments.report DIR` makes the table. Split a sweep over machines that share
+DIR by --only=1/2 and --only=2/2.
 """
 
 import argparse
