@@ -7,6 +7,7 @@ metrics.jsonl, events.jsonl, checkpoints/ and, at the end, trace.json (for ui.pe
 policy/, a folder in the Hugging Face layout. The same command goes on with a run that was killed.
 """
 
+import fcntl
 import importlib.metadata
 import json
 import logging
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+from typing import IO
 
 import jax
 from absl import app, flags
@@ -33,7 +35,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "transformers", "reasonin
 
 
 def prepare_workdir(workdir: Path, config: Config):
-    """Make the folder and write config.json, or add this start to it, before any work is done.
+    """Write config.json, or add this start to it, before any work is done.
 
     Raises SystemExit with one sentence where it cannot be written or holds another run.
     """
@@ -70,7 +72,6 @@ def prepare_workdir(workdir: Path, config: Config):
                     f"note: {', '.join(changed)} changed since this run was last started, so its "
                     "content may differ from that of a run that was not interrupted"
                 )
-        workdir.mkdir(parents=True, exist_ok=True)
         (workdir / "error.txt").unlink(missing_ok=True)  # of an earlier start
         atomic.write_json(path, {"config": to_dict(config), "starts": [*earlier, start]})
     except OSError as error:
@@ -81,6 +82,28 @@ def prepare_workdir(workdir: Path, config: Config):
         raise SystemExit(
             f"{path} is no record of a run ({error!r}); choose another folder or remove it"
         ) from None
+
+
+def hold(workdir: Path) -> IO:
+    """Make the folder and lock it until the returned file is closed or the process ends.
+
+    Raises SystemExit where that cannot be, or another process has the lock: two runs would tear
+    each other's files.
+    """
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock = open(workdir / ".lock", "w")
+    except OSError as error:
+        raise SystemExit(
+            f"--workdir={workdir} cannot be written: {error.strerror}; choose another folder"
+        ) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise SystemExit(
+            f"--workdir={workdir} is in use by another process; wait for it or stop it first"
+        ) from None
+    return lock
 
 
 def holds_work(workdir: Path) -> bool:
@@ -141,13 +164,21 @@ def main(argv):
     # orbax logs whole tracebacks, several times, of an error that it raises as well.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     workdir = Path(WORKDIR.value)
+    with hold(workdir):
+        run(config, workdir)
+
+
+def run(config: Config, workdir: Path):
+    """Start the run of a folder, or go on with it, and say how it went."""
     prepare_workdir(workdir, config)
     if finished_steps(workdir) == config.steps:
         print(f"{workdir} holds this run, finished; raise steps to go on, or choose another folder")
         return
     cache = workdir.parent / ".jax_cache"
     jax.config.update("jax_compilation_cache_dir", str(cache.absolute()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # restarts are common
+    # Also what compiles in a moment: resumed runs and sweeps compile the same again and again.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     try:
         with TerminalProgress(config.steps) as progress:
             summary = train(config, workdir, progress)

@@ -136,7 +136,7 @@ def test_temperature_0_is_greedy_and_the_end_token_stops(folder, tmp_path):
         ("", r"prompts\.jsonl holds no prompts"),
         ("\r\n\r\n", r"prompts\.jsonl holds no prompts"),
         ('{"prompt": "a"}\n{"prompt": \n', r"prompts\.jsonl:2: broken JSON"),
-        ('{"prompt": "a"}\n\n{"text": "b"}\n', r"prompts\.jsonl:3: .*'prompt' and 'messages'"),
+        ('{"prompt": "a"}\n\n{"text": "b"}\n', r"prompts\.jsonl:3: .*'prompt', 'messages'"),
         ('{"prompt": "a"}\n{"prompt": "%s"}\n' % ("b" * 62), r"jsonl:2: 62 tokens and.*of 64;"),
     ],
 )
@@ -227,7 +227,7 @@ def test_generate_keeps_an_existing_file_and_names_a_place_it_cannot_write(
     for bad in (out / "below.jsonl", tmp_path / "missing" / "out.jsonl"):
         with pytest.raises(SystemExit, match=r"--out=.* cannot be written: .*; choose another"):
             run_generate(folder, prompts, bad)
-    with pytest.raises(SystemExit, match=r"No such file.*nowhere\.jsonl"):
+    with pytest.raises(SystemExit, match=r"nowhere\.jsonl does not exist"):
         run_generate(folder, tmp_path / "nowhere.jsonl", tmp_path / "new.jsonl")
     assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]
 
@@ -278,12 +278,15 @@ def test_an_override_reaches_the_config(parse):
     assert dict(config.data.tasks[0].params)["max_terms"] == 3
 
 
-def test_main_refuses_a_workdir_that_cannot_be_written(tmp_path):
-    config = from_dict(Config, tiny.get_config("smoke"))
+def test_main_refuses_a_workdir_that_cannot_be_written_or_is_in_use(tmp_path):
     (tmp_path / "file").touch()
     for bad in ("file", "file/run"):
         with pytest.raises(SystemExit, match=r"--workdir=.* cannot be written: .*; choose another"):
-            main.prepare_workdir(tmp_path / bad, config)
+            main.hold(tmp_path / bad)
+    with main.hold(tmp_path / "run"):
+        with pytest.raises(SystemExit, match="is in use by another process"):
+            main.hold(tmp_path / "run")
+    main.hold(tmp_path / "run").close()
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "policy", "checkpoints"])
@@ -327,7 +330,7 @@ def test_a_tiny_run_from_the_command_line(tmp_path):
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
     written = {"config.json", "metrics.jsonl", "events.jsonl", "trace.json", "policy", "DONE"}
-    written.add("checkpoints")
+    written |= {"checkpoints", ".lock"}
     assert {p.name for p in run.iterdir()} == written
     record = json.loads((run / "config.json").read_text())
     assert record["config"]["steps"] == 2 and record["config"]["data"]["tasks"]
@@ -352,7 +355,10 @@ def test_a_tiny_run_from_the_command_line(tmp_path):
     "arguments, words",
     [
         (("experiments.main", TINY, "--workdir=/dev/null/run"), "--workdir=/dev/null/run cannot"),
-        (("experiments.generate", "--model=/none", "--prompts=/none", "--out=/none"), "'/none'"),
+        (
+            ("experiments.generate", "--model=/none", "--prompts=/none", "--out=/none"),
+            "/none does not exist",
+        ),
     ],
 )
 def test_a_refusal_is_one_line_on_standard_error(arguments, words):

@@ -24,7 +24,8 @@ def sampler(max_batches=50):
     counter = itertools.count()
 
     def take(n):
-        return [Prompt(next(counter), 0, (1,), "", "", {}) for _ in range(n)]
+        example = dict(ids=(1,), text="", source="", entry={}, where="")
+        return [Prompt(**example, draw=next(counter), domain=0) for _ in range(n)]
 
     return DynamicSampling(take, WANTED, SAMPLES, max_batches)
 

@@ -95,14 +95,15 @@ class Run:
             record, position = self.saved.record, self.saved.record["metrics_bytes"]
             self.stream.restore(record["data"])
             self.run_key = jax.random.wrap_key_data(np.array(record["run_key"], np.uint32))
+        # From here on files and processes are open; what can fail for a setting comes first.
+        first = 0 if self.saved is None else self.saved.step + 1
+        self.logger = make_logger(config.logger, workdir, to_dict(config), first)
         reward = config.reward
         self.pool = RewardPool(reward.num_workers, reward.spare_workers, reward.deadline_s)
         self.metrics = MetricsWriter(workdir / METRICS, position)
         self.lines = read_metrics(workdir / METRICS)
         self.events = EventLog(workdir / EVENTS)
         self.compiling = CompileClock()
-        first = 0 if self.saved is None else self.saved.step + 1
-        self.logger = make_logger(config.logger, workdir, to_dict(config), first)
         self.reference: dict | None = None  # weights of the policy that a KL is taken to
 
     def _check(self, longest: int):
