@@ -105,8 +105,13 @@ def cold_start(config: ColdStartConfig, out: Path):
     if finished(out, wanted):
         print(f"{out} holds the result of this recipe; nothing to do")
         return
-    draft = draft_of(out)
     batches = list(updates(samples, config))
+    if len(batches) <= config.warmup_steps:
+        raise ValueError(
+            f"{len(samples)} traces fill {len(batches)} updates, no more than warmup_steps="
+            f"{config.warmup_steps}; raise data.size or epochs, or lower warmup_steps"
+        )
+    draft = draft_of(out)
     tokens, scored = (
         sum(sum(size(s) for s in batch) for batch in batches)
         for size in (lambda s: s.tokens, lambda s: len(s.response))

@@ -7,10 +7,12 @@ import jax
 import numpy as np
 
 from experiments.traces import TRACES
+from tlt_jax.rl.algorithm import AlgorithmConfig
 from tlt_jax.rl.data import DataConfig, question_example
+from tlt_jax.rl.optimizer import TrainerConfig
 from tlt_jax.rl.packing import Sample, first_fit_decreasing
 from tlt_jax.rl.policy import Policy, PolicyConfig
-from tlt_jax.rl.policy_trainer import PolicyTrainer, TrainerConfig
+from tlt_jax.rl.policy_trainer import PolicyTrainer
 from tlt_jax.rl.tasks import draw_questions
 from tlt_jax.spec.noise import EVALUATE
 
@@ -130,9 +132,11 @@ def train(
     trainer = PolicyTrainer(
         start.model,
         config.trainer(total_steps=len(batches)),
+        AlgorithmConfig("grpo"),
         start.params,
         row_tokens=config.row_tokens,
         samples=config.rows,
+        max_new_tokens=config.row_tokens,
     )
     for batch in batches:
         on_update(trainer.update(list(batch))["logp_gap_mean"])

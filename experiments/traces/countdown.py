@@ -10,10 +10,11 @@ Value = tuple[int, str]  # a number and the expression that makes it
 
 
 def trace(item: Mapping[str, Any]) -> str:
-    """15 from 2, 3, 9 -> 2+3 5 9; 14 4 45; 3-2 1 9; …: try two numbers, then what is left.
+    """10 from 2, 3, 9 -> 3+2=5 9; 14 4 45; 3-2=1 9; 10: join two numbers, then what is left.
 
-    A line of a try has the operation and the numbers it leaves; where those are two, the next line
-    has what they make, and ends with the target when it is found.
+    The line of a try has the operation and the numbers that are left. Where those are two, the
+    next line has their sum, difference, product and quotient, if it is whole, up to the target.
+    Raises ValueError where there is no solution.
     """
     metadata = item["metadata"]
     steps: list[str] = []
@@ -26,13 +27,10 @@ def trace(item: Mapping[str, Any]) -> str:
 
 def _search(numbers: list[Value], target: int, steps: list[str]) -> str | None:
     if len(numbers) == 2:
-        seen = []
-        for value, expression, _ in _combinations(*numbers):
-            seen.append(str(value))
-            if value == target:
-                break
-        steps.append(" ".join(seen))
-        return expression if value == target else None
+        made = {value: expression for value, expression, _ in _combinations(*numbers)}
+        seen = list(itertools.takewhile(lambda value: value != target, made))
+        steps.append(" ".join(map(str, [*seen, target] if target in made else seen)))
+        return made.get(target)
     for i, j in itertools.combinations(range(len(numbers)), 2):
         others = [numbers[k] for k in range(len(numbers)) if k not in (i, j)]
         for value, expression, step in _combinations(numbers[i], numbers[j]):

@@ -7,7 +7,7 @@ from experiments.traces.steps import euclid, finish
 
 
 def trace(item: Mapping[str, Any]) -> str:
-    """12, 18, 8 -> 18=1*12+6, 12=2*6+0, 8=1*6+2, 6=3*2+0, 2: each number with the divisor so far."""
+    """12, 18, 8 -> 18=1*12+6, 12=2*6+0, 8=1*6+2, 6=3*2+0: each number with the divisor so far."""
     first, *others = item["metadata"]["numbers"]
     steps, divisor = [], first
     for number in others:

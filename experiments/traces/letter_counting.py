@@ -7,7 +7,7 @@ from experiments.traces.steps import finish
 
 
 def trace(item: Mapping[str, Any]) -> str:
-    """h in "hut Bach" -> h1 u t, b a c h2: each word spelt in a line, the count after each match."""
+    """h in "Hut Bach" -> h1 u t, b a c h2: a word a line, the count so far after each match."""
     letter, count, steps = item["metadata"]["target_letter"], 0, []
     for word in item["metadata"]["span"]:
         spelt = []
