@@ -1,6 +1,7 @@
 """The supervised phase before RL: questions with worked solutions, and the training on them."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 
 from experiments.traces import TRACES
 from tlt_jax.rl.algorithm import AlgorithmConfig
-from tlt_jax.rl.data import DataConfig, question_example
+from tlt_jax.rl.data import question_example
+from tlt_jax.rl.data_config import DataConfig
 from tlt_jax.rl.optimizer import TrainerConfig
 from tlt_jax.rl.packing import Sample, first_fit_decreasing
 from tlt_jax.rl.policy import Policy, PolicyConfig
@@ -75,34 +77,30 @@ class ColdStartConfig:
 def taught_samples(config: ColdStartConfig, start: Policy) -> tuple[list[Sample], int]:
     """Prompt and trace, with its end-of-sequence token, of every question that a row holds.
 
-    Also returns how many are left out. Raises ValueError as `draw_questions` does, for a prompt of
-    more than data.max_prompt_tokens, and where nothing is left.
+    Of a curriculum the last stage is taught. Also returns how many are left out. Raises ValueError
+    as `load_prompts` does, and where nothing is left.
     """
     data = config.data
-    held_out = draw_questions(data.tasks, data.eval_size, data.eval_seed, domain=EVALUATE)
+    tasks = [task.at(math.inf) for task in data.tasks]
+    held_out = draw_questions(tasks, data.eval_size, data.eval_seed, domain=EVALUATE)
     excluded = frozenset(question.text for question in held_out)
-    questions = draw_questions(
-        data.tasks, data.size, data.seed, domain=COLD_START, excluded=excluded
-    )
+    questions = draw_questions(tasks, data.size, data.seed, domain=COLD_START, excluded=excluded)
     samples = []
     for question in questions:
-        prompt = question_example(data, start.tokenizer, question).ids
-        if len(prompt) > data.max_prompt_tokens:
-            raise ValueError(
-                f"a prompt of {question.task!r} has {len(prompt)} tokens, more than "
-                f"data.max_prompt_tokens={data.max_prompt_tokens}: {question.text:.80}"
-            )
+        example = question_example(data, start.tokenizer, question, since=0)
+        if example is None:  # too long, and data.drop_long
+            continue
         trace = TRACES[question.task](question.entry["item"])
         ids = np.array([*start.tokenizer.encode(trace), start.tokenizer.eos_ids[0]], np.int32)
         # Rollout log-probs of 0: the trainer's mean gap to them is the mean negative log-prob.
-        samples.append(Sample(np.array(prompt, np.int32), ids, 1.0, np.zeros(len(ids))))
+        samples.append(Sample(np.array(example.ids, np.int32), ids, 1.0, np.zeros(len(ids))))
     fitting = [s for s in samples if s.tokens <= config.row_tokens]
     if not fitting:
         raise ValueError(
-            f"none of {len(samples)} prompts with their traces fits into row_tokens="
+            f"none of {len(questions)} prompts with their traces fits into row_tokens="
             f"{config.row_tokens}; raise it or make the tasks easier"
         )
-    return fitting, len(samples) - len(fitting)
+    return fitting, len(questions) - len(fitting)
 
 
 def updates(samples: Sequence[Sample], config: ColdStartConfig) -> Iterator[list[Sample]]:

@@ -234,7 +234,11 @@ def test_what_stands_in_the_way_is_refused_before_the_training(tmp_path, monkeyp
     "changes, said",
     [
         ({"data__tasks": {"dice": {}}}, "no traces are written for task 'dice'; known: .'base_"),
-        ({"data__train_file": "a.jsonl", "data__tasks": {}}, "data.train_file='a.jsonl'"),
+        (
+            {"data__train_file": "a.jsonl", "data__tasks": {}, "data__chat": True}
+            | {"data__eval_size": 0},
+            "data.train_file='a.jsonl'",
+        ),
         ({"row_tokens": 1024}, "micro_batch_tokens=768 is less than one row"),
         ({"rows": 0}, "rows=0 must be at least 1"),
         ({"learning_rate": 0.0}, "learning_rate=0.0 must be greater than 0"),
@@ -249,7 +253,7 @@ def test_bad_settings_are_refused(changes, said):
     "changes, said",
     [
         ({"row_tokens": 60}, "none of 24 prompts with their traces fits into row_tokens=60"),
-        ({"data__max_prompt_tokens": 99}, "more than data.max_prompt_tokens=99"),
+        ({"data__max_prompt_tokens": 99}, "more than max_prompt_tokens=99"),
         ({"warmup_steps": 50}, "24 traces fill [0-9]+ updates, no more than warmup_steps=50"),
         ({"policy__max_context": 128}, "row_tokens=256 exceeds the model's context of 128"),
     ],
@@ -272,7 +276,6 @@ def test_the_command_tells_in_one_sentence(tmp_path):
     flags.FLAGS.mark_as_parsed()
     config = cold_start_config.get_config("smoke")
     config.policy.path = str(tmp_path / "nowhere")
-    with flagsaver.flagsaver(out=str(tmp_path / "out")):
-        command.CONFIG.value = config
+    with flagsaver.flagsaver(out=str(tmp_path / "out"), config=config):
         with pytest.raises(SystemExit, match="nowhere"):
             command.main(["cold_start"])

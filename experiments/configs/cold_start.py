@@ -20,7 +20,7 @@ def get_config(arg: str = "full") -> ConfigDict:
     if arg not in ("full", "smoke"):
         raise ValueError(f"cold_start.py:{arg} is unknown; use full or smoke")
     if arg == "smoke":
-        return base.settings(
+        return base.settings_of(
             ColdStartConfig,
             data={**reasoner.BYTE_DATA, "size": 60},
             policy=reasoner.BYTES,
@@ -29,7 +29,7 @@ def get_config(arg: str = "full") -> ConfigDict:
             learning_rate=3e-3,
             warmup_steps=2,
         )
-    return base.settings(
+    return base.settings_of(
         ColdStartConfig,
         data={**reasoner.DATA, "size": 3000},
         policy={"path": "smollm2"},
