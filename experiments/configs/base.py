@@ -15,7 +15,12 @@ def get_config(**sections) -> ConfigDict:
 
     A mapping where the default is no section, as `data.tasks`, replaces it.
     """
-    settings = _laid_over(_defaults(Config), sections)
+    return settings_of(Config, **sections)
+
+
+def settings_of(kind: type, **sections) -> ConfigDict:
+    """`get_config` for another dataclass with a data section: that of a command of its own."""
+    settings = _laid_over(_defaults(kind), sections)
     if isinstance(tasks := settings["data"]["tasks"], Mapping):
         settings["data"]["tasks"] = {
             label: {"name": label, "weight": 1.0, **spec} for label, spec in tasks.items()

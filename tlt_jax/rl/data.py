@@ -120,11 +120,11 @@ def _task_examples(config: DataConfig, tokenizer: Tokenizer) -> tuple[list, list
             stage=stage,
             excluded=texts,
         )
-        train += [_question_example(config, tokenizer, q, begin) for q in questions]
-    return [_question_example(config, tokenizer, q, 0) for q in held_out], train
+        train += [question_example(config, tokenizer, q, begin) for q in questions]
+    return [question_example(config, tokenizer, q, 0) for q in held_out], train
 
 
-def _question_example(
+def question_example(
     config: DataConfig, tokenizer: Tokenizer, question: Question, since: int
 ) -> Example | None:
     where = f"task {question.task!r}"

@@ -1,0 +1,167 @@
+"""Teach a model to answer in steps, before RL:
+
+    python -m experiments.cold_start --config=experiments/configs/cold_start.py --out=runs/reasoner
+
+Draws questions, writes a worked solution of each (`experiments/traces`), trains on the solutions
+(`experiments/sft.py`) and writes a folder in the Hugging Face layout, with cold_start.json:
+the recipe and what it cost. A folder that holds the same recipe is left as it is, at once. The
+folder appears whole, when all is done; a run that was killed starts over.
+"""
+
+import hashlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from experiments.main import CONFIG, parse_flags
+from experiments.sft import ColdStartConfig, taught_samples, train, updates
+from tlt_jax import atomic
+from tlt_jax.config import differences, from_dict, to_dict
+from tlt_jax.models import hf, hf_config
+from tlt_jax.rl import policy
+from tlt_jax.rl.packing import Sample
+from tlt_jax.rl.policy import Policy
+from tlt_jax.rl.policy_trainer import NonFiniteError
+
+OUT = flags.DEFINE_string("out", None, "Folder to write: the model and cold_start.json.")
+RECORD = "cold_start.json"
+PRINT_EVERY = 10  # updates
+
+
+def recipe(config: ColdStartConfig, start: Policy, samples: Sequence[Sample]) -> dict:
+    """What the result is a function of: the settings, the tokens taught and the weights before.
+
+    The tokens stand for whatever made them: traces, questions, chat template, tokenizer.
+    """
+    taught, weights = hashlib.sha256(), hashlib.sha256()
+    for sample in samples:
+        for part in (sample.prompt, sample.response):
+            taught.update(np.array([len(part), *part], np.int64).tobytes())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(start.params):
+        weights.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
+        weights.update(np.ascontiguousarray(leaf).data)
+    return {
+        "config": to_dict(config),
+        "tokens_taught": taught.hexdigest(),
+        "weights_before": weights.hexdigest(),
+    }
+
+
+def finished(out: Path, wanted: dict) -> bool:
+    """Whether `out` holds the result of this recipe. Raises ValueError for anything else in it."""
+    if not out.is_dir() and not out.exists():
+        return False
+    if out.is_dir() and not any(out.iterdir()):
+        return False
+    if not (out / RECORD).is_file():
+        raise ValueError(
+            f"--out={out} holds something and no {RECORD}; choose another folder or remove it"
+        )
+    found = hf.read_json(out / RECORD).get("recipe")
+    if not isinstance(found, dict):
+        raise ValueError(f"{out / RECORD} holds no recipe; choose another folder or remove it")
+    if different := differences(found, wanted):
+        raise ValueError(
+            f"--out={out} holds the result of another recipe: {'; '.join(different)}. Choose "
+            "another folder, or remove this one"
+        )
+    return True
+
+
+def draft_of(out: Path) -> Path:
+    """A new empty folder beside `out`, to be renamed to it. Drafts of killed runs are removed.
+
+    Raises ValueError where it cannot be made.
+    """
+    draft = out.absolute().with_name(f".{out.name}.draft")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(
+            f"--out={out} cannot be written: {error.strerror}; choose another place"
+        ) from None
+    return draft
+
+
+def cold_start(config: ColdStartConfig, out: Path):
+    """Make the model of `config` in the folder `out`, unless it is there."""
+    start = policy.load(config.policy, jax.random.key(config.seed))
+    hf_config.render(start.model)  # what cannot be saved is refused before it is trained
+    if config.row_tokens > start.model.max_context:
+        raise ValueError(
+            f"row_tokens={config.row_tokens} exceeds the model's context of "
+            f"{start.model.max_context}; lower it"
+        )
+    samples, left_out = taught_samples(config, start)
+    wanted = recipe(config, start, samples)
+    if finished(out, wanted):
+        print(f"{out} holds the result of this recipe; nothing to do")
+        return
+    batches = list(updates(samples, config))
+    if len(batches) <= config.warmup_steps:
+        raise ValueError(
+            f"{len(samples)} traces fill {len(batches)} updates, no more than warmup_steps="
+            f"{config.warmup_steps}; raise data.size or epochs, or lower warmup_steps"
+        )
+    draft = draft_of(out)
+    tokens, scored = (
+        sum(sum(size(s) for s in batch) for batch in batches)
+        for size in (lambda s: s.tokens, lambda s: len(s.response))
+    )
+    print(
+        f"{len(samples)} traces ({left_out} longer ones left out), {len(batches)} updates, "
+        f"{tokens} tokens, {scored} of them taught; the rows are filled to "
+        f"{tokens / (len(batches) * config.rows * config.row_tokens):.0%}"
+    )
+    began, losses = time.monotonic(), []
+
+    def on_update(loss: float):
+        losses.append(loss)
+        done = len(losses)
+        if done % PRINT_EVERY == 0 or done in (1, len(batches)):
+            minutes = (time.monotonic() - began) / 60
+            recent = losses[-PRINT_EVERY:]
+            print(
+                f"update {done:4d} of {len(batches)}  loss {sum(recent) / len(recent):.4f}  "
+                f"{minutes:.1f} of about {minutes / done * len(batches):.0f} minutes",
+                flush=True,
+            )
+
+    params = train(config, start, batches, on_update)
+    result = {
+        "minutes": (time.monotonic() - began) / 60,
+        "traces": len(samples),
+        "left_out": left_out,
+        "tokens": tokens,
+        "tokens_taught": scored,
+        "losses": losses,
+    }
+    hf.save(draft, start.model, params, tokenizer=start.tokenizer)
+    atomic.write_json(draft / RECORD, {"recipe": wanted, "result": result})
+    os.replace(draft, out)
+    print(f"written {out} after {result['minutes']:.1f} minutes")
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    try:
+        config = from_dict(ColdStartConfig, CONFIG.value)
+        cold_start(config, Path(OUT.value))
+    except (TypeError, ValueError, OSError, NonFiniteError) as error:
+        # What users can mend comes as one sentence; anything else keeps its traceback.
+        raise SystemExit(str(error)) from None
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["config", "out"])
+    app.run(main, flags_parser=parse_flags)
