@@ -79,8 +79,9 @@ def test_at_the_limit_the_first_others_fill_up():
     decide = sampler(max_batches=2)
     assert [p.draw for p in decide.more({(d, m): score(1.0) for d in range(4) for m in range(3)})]
     known = {(d, m): score(1.0) for d in range(8) for m in range(3)} | {(6, 0): score(0.0)}
+    known |= {(1, m): score(None) for m in range(3)}
     assert decide.more(known) == []
-    assert decide.chosen(known) == {6, 0, 1, 2}
+    assert decide.chosen(known) == {6, 0, 2, 3}
 
 
 def test_a_failed_grading_makes_no_group_informative():

@@ -87,6 +87,25 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_over(reference, tmp_
     assert outcome(tmp_path / "run") == outcome(reference)
 
 
+def test_a_reference_policy_and_several_steps_per_rollout_resume(tmp_path, monkeypatch):
+    """The reference is the policy before RL, also for a run that goes on from a later one."""
+    settings = {
+        "algorithm.name": "rloo",
+        "algorithm.kl_coef": 0.1,
+        "algorithm.mini_batches": 2,
+        "checkpoint.every": 1,
+        "checkpoint.keep_last": 1,
+        "steps": 3,
+    }
+    train(tmp_path / "whole", **settings)
+    interrupted(tmp_path / "cut", monkeypatch, loop, "publish", 4, **settings)
+    train(tmp_path / "cut", **settings)
+    assert outcome(tmp_path / "cut") == outcome(tmp_path / "whole")
+    lines, _ = outcome(tmp_path / "cut")
+    assert lines[1]["content/optimizer_steps"] == 2 and lines[3]["content/kl"] > 0
+    assert sorted(p.name for p in (tmp_path / "cut" / "checkpoints").iterdir()) == ["0", "3"]
+
+
 def test_more_steps_go_on_with_a_finished_run(reference, tmp_path):
     train(tmp_path / "run", steps=2, **{"evaluation.every": 3})
     assert runs.finished_steps(tmp_path / "run") == 2

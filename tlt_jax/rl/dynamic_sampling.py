@@ -49,11 +49,14 @@ class DynamicSampling:
 
     def chosen(self, scores: Mapping[tuple[int, int], Score]) -> set[int]:
         """Draws of the groups to train on: the first informative ones, filled up with the first
-        others where too few are."""
+        others where too few are, those of which nothing could be graded last."""
         groups = _by_group(scores)
-        draws = sorted(p.draw for p in self.drawn)
-        draws.sort(key=lambda draw: not informative(groups.get(draw, [])))  # stable
-        return set(draws[: self.wanted])
+
+        def rank(draw: int) -> tuple[bool, bool, int]:
+            group = groups.get(draw, [])
+            return not informative(group), all(s.status != "ok" for s in group), draw
+
+        return set(sorted((p.draw for p in self.drawn), key=rank)[: self.wanted])
 
 
 def _by_group(scores: Mapping[tuple[int, int], Score]) -> dict[int, list[Score]]:
