@@ -76,7 +76,7 @@ def is_policy(source, target):
 POINTS: dict[str, Callable[[], None]] = {
     "never": lambda: None,
     "in the warm-up": lambda: kill_at(policy_trainer, "apply_gradient", 5),
-    "in the first evaluation": lambda: kill_at(evaluate, "accuracy"),
+    "in the first evaluation": lambda: kill_at(evaluate, "held_out_measures"),
     "in a rollout": lambda: kill_at(Session, "collect", 12),
     "in grading": lambda: kill_at(RewardPool, "submit", 40),
     "waiting for rewards": lambda: kill_at(RewardPool, "drain", 5),
