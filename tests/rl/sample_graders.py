@@ -20,8 +20,17 @@ def pid(text, entry):
 def naps(text, entry):
     """Returns when it began, seconds."""
     began = time.monotonic()
-    time.sleep(0.1)
+    time.sleep(0.05)
     return began
+
+
+def priority(text, entry):
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def pause(text, entry):
+    time.sleep(0.6)
+    return priority(text, entry)
 
 
 def first_to_die(text, entry):

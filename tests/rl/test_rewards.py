@@ -143,13 +143,35 @@ def test_hanging_answers_wait_for_their_deadlines_side_by_side():
     """Without spares one after the other, which is what spares are there for."""
     with RewardPool(1, 5, deadline_s=1.0) as pool:
         assert 1.0 <= hanging_seconds(pool, 5) < 3.0  # a spare for each takes some time to start
-        # All six are warm now, yet one is at work at a time: the next begins when it has ended.
+    with RewardPool(1, 0, deadline_s=0.6) as pool:
+        assert hanging_seconds(pool, 3) >= 3 * 0.6
+
+
+def test_waiting_spares_do_not_add_to_those_at_work():
+    with RewardPool(1, 2, deadline_s=4.0) as pool:
+        for name in ("pause", "pause", "length"):  # a pause gives way, for others wait
+            pool.submit(name, sample(name), "", {})
+        pool.drain()
         for i in range(6):
             pool.submit(i, sample("naps"), "", {})
         begun = sorted(score.value for _, score in pool.drain())
-        assert all(b - a >= 0.1 for a, b in zip(begun, begun[1:]))
-    with RewardPool(1, 0, deadline_s=0.6) as pool:
-        assert hanging_seconds(pool, 3) >= 3 * 0.6
+        assert all(b - a >= 0.05 for a, b in zip(begun, begun[1:]))
+
+
+def test_a_slow_answer_steps_back_while_others_wait():
+    """Its process, which cannot raise its priority again, is replaced when nobody waits."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    with RewardPool(1, 1, deadline_s=4.0) as pool:
+        for waiting, expected in ((0, own), (1, min(19, own + 10))):
+            pool.submit("slow", sample("pause"), "", {})
+            for _ in range(waiting):
+                pool.submit("quick", sample("length"), "", {})
+            assert dict(pool.drain())["slow"].value == expected
+        priorities = []
+        for _ in range(4):  # each of the two workers gets its turn
+            time.sleep(0.1)
+            priorities.append(grade(pool, "priority").value)
+        assert priorities[-2:] == [own, own]
 
 
 def test_workers_load_no_array_library_and_keep_their_pipe_to_themselves(pool):

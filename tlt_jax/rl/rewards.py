@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Pipe
 from typing import Any
@@ -18,7 +19,7 @@ from tlt_jax.rl.graders import Grader
 from tlt_jax.rl.reward_worker import STARTED
 
 STATUSES = ("ok", "error", "timeout", "invalid")
-_SLOW = 0.1  # of the deadline; a worker is then taken out of the count of those at work
+_PATIENCE = 0.05  # of the deadline, before an answer gives way to those that wait
 _LOAD_LIMIT_S = 120.0  # to start a worker and import a grader, on a busy machine
 # Not multiprocessing.Process: it would import the caller's main module in each worker, with jax.
 _BOOTSTRAP = (
@@ -45,9 +46,10 @@ class RewardPool:
 
     `submit` returns at once; results come in order of completion, under the caller's keys. An
     answer that takes `deadline_s` seconds has its worker killed and replaced. One that takes a
-    tenth of that no longer counts among the `num_workers` at work: a spare goes on with the others,
-    so that hanging answers wait for their deadlines side by side. Workers see neither jax nor the
-    caller's main module, and die with the caller. To be used by one thread. POSIX only.
+    twentieth of that gives way if others wait: a spare worker goes on, and this one gets what time
+    the others leave and no longer counts among the `num_workers` at work. So answers that hang wait
+    for their deadlines side by side. Workers see neither jax nor the caller's main module, and die
+    with the caller. To be used by one thread. POSIX only.
     """
 
     def __init__(self, num_workers: int, spare_workers: int, deadline_s: float):
@@ -60,7 +62,7 @@ class RewardPool:
         self._turns = threading.Semaphore(num_workers)  # to grade, without being slow
         self._lock = threading.Lock()  # of what follows
         self._closed = False
-        self._slow = 0  # workers that are
+        self._slow = 0  # workers that gave way
         self._workers: list[_Worker] = []
         self._threads: list[threading.Thread] = []
         for _ in range(num_workers):
@@ -70,8 +72,7 @@ class RewardPool:
 
     def _add_worker(self) -> None:
         worker = _Worker(self._deadline_s)
-        name = f"rewards {len(self._threads)}"
-        thread = threading.Thread(target=self._feed, args=(worker,), name=name, daemon=True)
+        thread = threading.Thread(target=self._feed, args=(worker,), daemon=True)
         self._workers.append(worker)
         self._threads.append(thread)
         thread.start()
@@ -136,27 +137,41 @@ class RewardPool:
         """See one job after the other through, until the end of the queue."""
         while True:
             self._turns.acquire()
+            if worker.gave_way and self._jobs.empty():
+                worker.kill()  # while nobody waits; the next one has its full priority again
             if (job := self._jobs.get()) is None:
                 break
             key, request = job
-            score, slow = worker.grade(request, self._go_on_without)
+            score, gave_way = worker.grade(request, self._go_on_without)
             self._results.put((key, score))
-            if slow:
-                with self._lock:
-                    self._slow -= 1
-            else:
+            if not gave_way:
                 self._turns.release()
+            elif self._is_replaced(worker):
+                return
         worker.kill()
 
-    def _go_on_without(self) -> None:
-        """Give the turn of a worker that has become slow to another, if need be to a new one."""
-        self._turns.release()
+    def _is_replaced(self, worker: "_Worker") -> bool:
+        """Take back a worker that gave way; whether it was killed and a spare has its place."""
         with self._lock:
-            self._slow += 1
+            self._slow -= 1
+            spare = len(self._workers) - self._slow > self._num_workers
+            if worker.is_running or not spare or self._closed:
+                return False
+            self._workers.remove(worker)
+            self._threads.remove(threading.current_thread())
+            return True
+
+    def _go_on_without(self) -> bool:
+        """If answers wait, give the turn of a slow worker to another, if need be to a new one."""
+        with self._lock:
+            if self._closed or self._jobs.empty():
+                return False
             at_work = len(self._workers) - self._slow
-            room = len(self._workers) < self._limit and not self._closed
-            if at_work < self._num_workers and room:
+            if at_work <= self._num_workers and len(self._workers) < self._limit:
                 self._add_worker()
+            self._slow += 1
+        self._turns.release()
+        return True
 
 
 class _Worker:
@@ -167,6 +182,11 @@ class _Worker:
         self._closed = False
         self._lock = threading.Lock()  # of the process, against `close` during a restart
         self._process: subprocess.Popen | None = None
+        self.gave_way = False  # the process: it may lower its priority, but not raise it again
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
 
     def start(self) -> None:
         """Start the process, if it does not run."""
@@ -179,39 +199,45 @@ class _Worker:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path)],
                 stdin=theirs.fileno(),
-                start_new_session=True,  # out of reach of Ctrl-C; killed with its own children
+                # Out of reach of Ctrl-C; killed with its own children. No session of its own: Linux
+                # would then give it a share of the processor as if it were another program.
+                process_group=0,
             )
             theirs.close()
+            self.gave_way = False
 
-    def grade(self, request: bytes, on_slow: Callable[[], None]) -> tuple[Score, bool]:
+    def grade(self, request: bytes, give_way: Callable[[], bool]) -> tuple[Score, bool]:
         """Send one request and wait for its score, at most until the deadline.
 
-        Returns the score and whether `on_slow` was called, a good while before that.
+        Returns the score and whether `give_way`, asked now and then while that takes long, said
+        that another goes on. Then this process yields to all others from there on.
         """
-        slow = False
-        soft_s = _SLOW * self._deadline_s
+        gave_way = False
         try:
             self.start()
             self._connection.send_bytes(request)
             if not self._connection.poll(_LOAD_LIMIT_S):
                 self.kill()
-                return Score(None, "error", f"the grader did not load in {_LOAD_LIMIT_S} s"), slow
+                detail = f"the grader did not load within {_LOAD_LIMIT_S} s"
+                return Score(None, "error", detail), gave_way
             reply = self._connection.recv()
             if reply == STARTED:
-                if slow := not self._connection.poll(soft_s):
-                    on_slow()
-                if slow and not self._connection.poll(self._deadline_s - soft_s):
-                    self.kill()
-                    detail = f"killed at the deadline of {self._deadline_s} s"
-                    return Score(None, "timeout", detail), slow
+                end = time.monotonic() + self._deadline_s
+                while not self._connection.poll(_PATIENCE * self._deadline_s):
+                    if time.monotonic() >= end:
+                        self.kill()
+                        detail = f"killed at the deadline of {self._deadline_s} s"
+                        return Score(None, "timeout", detail), gave_way
+                    if not gave_way and (gave_way := give_way()):
+                        self._step_back()
                 reply = self._connection.recv()
         except Exception as error:
             # Counted as a failure of this answer, whatever it was: a feeding thread that ended
             # here would leave the caller waiting for ever.
             status = self.kill()
             detail = f"the worker died (exit status {status}): {error!r}"
-            return Score(None, "error", detail), slow
-        return Score(reply[1], reply[0], reply[2]), slow
+            return Score(None, "error", detail), gave_way
+        return Score(reply[1], reply[0], reply[2]), gave_way
 
     def kill(self) -> int | None:
         """Kill the process and what it started, if it runs; return its exit status."""
@@ -230,6 +256,14 @@ class _Worker:
             self._closed = True
             if self._process is not None:
                 self._signal()
+
+    def _step_back(self) -> None:
+        """Leave nine tenths of a core to whoever else wants it: most slow answers never end."""
+        self.gave_way = True
+        try:
+            os.setpriority(os.PRIO_PGRP, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+        except (ProcessLookupError, PermissionError):
+            pass  # just ended
 
     def _signal(self) -> None:
         try:
