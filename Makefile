@@ -6,6 +6,9 @@ CONFIG ?= experiments/configs/quickstart.py
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
+# Questions are then drawn in the process itself and not in a child (tlt_jax/rl/fixed_hashing.py).
+export PYTHONHASHSEED := 0
+
 .PHONY: train test test-slow test-parity lint env env-test env-parity
 
 train: env

@@ -137,8 +137,8 @@ def evaluate(config: Config, progress: Progress) -> dict:
     sharp = response_sharpness(run, graded, settings.temperature or 1.0)
     tokens = np.repeat(np.arange(len(graded)), [len(g.response.tokens) for g in graded])
     figures = {}
-    for task in dict.fromkeys(g.prompt.task for g in graded):
-        here = np.array([g.prompt.task == task for g in graded])
+    for task in dict.fromkeys(g.prompt.source for g in graded):
+        here = np.array([g.prompt.source == task for g in graded])
         some = [g for g, kept in zip(graded, here) if kept]
         figures[task] = describe(some, sharp[:, here[tokens]], settings.k)
     return {
@@ -216,8 +216,8 @@ def main(argv: Sequence[str]):
             found = evaluate(config, progress)
         if given.out is not None:
             atomic.write_json(given.out, found)
-    except (OSError, TypeError, ValueError) as error:
-        raise SystemExit(str(error)) from None
+    except (OSError, TypeError, ValueError, RuntimeError, FloatingPointError) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None
     print(as_tables(found), end="")
 
 

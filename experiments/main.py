@@ -24,7 +24,6 @@ from ml_collections import config_flags
 from experiments.progress import TerminalProgress
 from tlt_jax import atomic
 from tlt_jax.config import Config, differences, from_dict, to_dict
-from tlt_jax.events import to_chrome_trace
 from tlt_jax.rl.loop import Summary, train
 from tlt_jax.rl.policy import CHECKPOINTS, FINAL
 from tlt_jax.rl.run import MAY_CHANGE, METRICS, finished_steps, peak_memory_gb
@@ -190,7 +189,6 @@ def run(config: Config, workdir: Path):
         except OSError as unwritable:
             where = f"({workdir}/error.txt could not be written: {unwritable.strerror})"
         raise SystemExit(f"{type(error).__name__}: {error} {where}") from None
-    to_chrome_trace(workdir / "events.jsonl", workdir / "trace.json")
     print_summary(summary, workdir)
 
 

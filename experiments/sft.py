@@ -15,7 +15,7 @@ from tlt_jax.rl.optimizer import TrainerConfig
 from tlt_jax.rl.packing import Sample, first_fit_decreasing
 from tlt_jax.rl.policy import Policy, PolicyConfig
 from tlt_jax.rl.policy_trainer import PolicyTrainer
-from tlt_jax.rl.tasks import draw_questions
+from tlt_jax.rl.tasks import draw_sets
 from tlt_jax.spec.noise import EVALUATE
 
 COLD_START = 100  # domain of the questions' seed; those of RL are small (`spec/noise.py`)
@@ -82,9 +82,16 @@ def taught_samples(config: ColdStartConfig, start: Policy) -> tuple[list[Sample]
     """
     data = config.data
     tasks = [task.at(math.inf) for task in data.tasks]
-    held_out = draw_questions(tasks, data.eval_size, data.eval_seed, domain=EVALUATE)
-    excluded = frozenset(question.text for question in held_out)
-    questions = draw_questions(tasks, data.size, data.seed, domain=COLD_START, excluded=excluded)
+    sets = draw_sets(
+        tasks,
+        size=data.size,
+        seed=data.seed,
+        domain=COLD_START,
+        eval_size=data.eval_size,
+        eval_seed=data.eval_seed,
+        eval_domain=EVALUATE,
+    )
+    [questions] = sets.training.values()
     samples = []
     for question in questions:
         example = question_example(data, start.tokenizer, question, since=0)

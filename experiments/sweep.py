@@ -23,6 +23,7 @@ from pathlib import Path
 from experiments.points import Point, load_points
 from tlt_jax import atomic
 from tlt_jax.config import differences, to_dict
+from tlt_jax.rl import fixed_hashing
 from tlt_jax.rl.run import MAY_CHANGE, METRICS, finished_steps
 
 SWEEP, LOG, ERROR = "sweep.json", "log.txt", "error.txt"
@@ -103,7 +104,7 @@ def start(config: str, folder: Path, point: Point) -> Running:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches it once, through this process
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, **fixed_hashing.ENVIRONMENT, "PYTHONUNBUFFERED": "1"},
         )
     return Running(point, process, log_start, time.monotonic())
 

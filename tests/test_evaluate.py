@@ -28,6 +28,7 @@ SMALL = {
     "evaluation.k": 2,
     # Right, wrong and failed gradings of what a model of random weights says.
     "reward.grader": f"{sample_graders.__name__}:fails_on_some",
+    "reward.extractor": "",
 }
 
 

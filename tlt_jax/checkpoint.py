@@ -6,6 +6,7 @@ what was interrupted has no manifest, and what was damaged later does not match 
 This file is the only one that knows orbax.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -36,7 +37,7 @@ class CheckpointConfig:
         for name, least in (("every", 0), ("keep_last", 1), ("keep_every", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
-        if self.every and self.keep_every % self.every:
+        if self.keep_every and (not self.every or self.keep_every % self.every):
             raise ValueError(
                 f"keep_every={self.keep_every} must be a multiple of every={self.every}: only "
                 "those steps have a checkpoint to keep"
@@ -168,20 +169,26 @@ class Checkpoints:
                 "files": [[str(p.relative_to(here)), *_size_and_crc(p)] for p in files],
             }
             atomic.write_json(here / MANIFEST, manifest)
-            self._remove_old()
         except BaseException as error:  # for the thread that asks next
             self._error = error
+        else:
+            self._remove_old()
 
     def _remove_old(self) -> None:
         steps = self.steps()
         for step in steps[: -self.config.keep_last]:
             every = self.config.keep_every
-            if not (every and step % every == 0) and not self._manifest(step)["keep"]:
+            try:
+                kept = self._manifest(step)["keep"]
+            except CheckpointError:  # of no use to anyone
+                kept = False
+            if not kept and not (every and step % every == 0):
                 self._remove(step)
 
     def _remove(self, step: int) -> None:
         """Remove a checkpoint; interrupted in the middle, it has lost its manifest already."""
-        (self.folder / str(step) / MANIFEST).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (self.folder / str(step) / MANIFEST).unlink()
         shutil.rmtree(self.folder / str(step), ignore_errors=True)
 
     def _remove_unfinished(self) -> None:

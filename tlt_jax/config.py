@@ -79,6 +79,13 @@ class Config:
                 f"algorithm.mini_batches={algorithm.mini_batches} is more than rollout.prompts="
                 f"{rollout.prompts}: a mini-batch holds whole groups"
             )
+        optimizer_steps = self.steps * algorithm.optimizer_steps
+        if self.trainer.schedule != "constant" and self.trainer.total_steps < optimizer_steps:
+            raise ValueError(
+                f"trainer.total_steps={self.trainer.total_steps}: the learning rate would be 0 "
+                f"before the end of {self.steps} steps of {algorithm.optimizer_steps} optimizer "
+                f"steps each; set it to at least {optimizer_steps}"
+            )
         if algorithm.overlong_buffer > rollout.max_new_tokens:
             raise ValueError(
                 f"algorithm.overlong_buffer={algorithm.overlong_buffer} is longer than "

@@ -92,7 +92,7 @@ POINTS: dict[str, Callable[[], None]] = {
     ),
     "in a manifest": lambda: kill_at(os, "replace", 3, only=is_manifest),
     "removing a checkpoint": lambda: kill_at(
-        shutil, "rmtree", only=lambda path, *_: path.parent.name == "checkpoints"
+        shutil, "rmtree", only=lambda path, *_: path.parent.name == "checkpoints" and path.exists()
     ),
     "saving the policy": lambda: kill_at(os, "replace", only=is_policy),
     "before the end": lambda: kill_at(hf, "save", after=True),

@@ -12,6 +12,7 @@ from tlt_jax.rl import loop
 from tlt_jax.rl.data import Prompt
 from tlt_jax.rl.dynamic_sampling import DynamicSampling, informative
 from tlt_jax.rl.rewards import Score
+from tlt_jax.spec.session import Session
 
 SAMPLES, WANTED = 3, 4
 
@@ -93,8 +94,17 @@ def test_a_failed_grading_makes_no_group_informative():
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dynamic")
 
+    added_live = {}  # by run: whether rows were live when prompts were added
+    add = Session.add
+
+    def spied(self, groups):
+        if groups:
+            added_live.setdefault(current[0], []).append(self.live > 0)
+        add(self, groups)
+
     def run(name, **changes):
         (folder / name).mkdir()
+        current[0] = name
         settings = {
             "reward.grader": f"{sample_graders.__name__}:often_one",
             "reward.extractor": "",
@@ -104,12 +114,15 @@ def runs(tmp_path_factory):
         lines = (folder / name / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
-    dynamic = {"algorithm.name": "dapo"}
-    return {
-        "plain": run("plain"),
-        "fixed": run("fixed", **dynamic),
-        "fast": run("fast", schedule="fast", **dynamic),
-    }
+    dynamic, current = {"algorithm.name": "dapo"}, [""]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "add", spied)
+        return {
+            "plain": run("plain"),
+            "fixed": run("fixed", **dynamic),
+            "fast": run("fast", schedule="fast", **dynamic),
+            "added_live": added_live,
+        }
 
 
 def test_a_run_draws_on_until_enough_groups_tell(runs):
@@ -117,6 +130,12 @@ def test_a_run_draws_on_until_enough_groups_tell(runs):
     assert any(line["content/prompts"] > 4 for line in steps)
     assert all(line["content/prompts"] % 4 == 0 for line in steps)
     assert all(line["content/prompts"] == 4 for line in runs["plain"] if line["content/step"])
+
+
+def test_only_the_fast_schedule_adds_prompts_while_rows_are_live(runs):
+    assert "plain" not in runs["added_live"]
+    assert not any(runs["added_live"]["fixed"])
+    assert any(runs["added_live"]["fast"])
 
 
 def test_fast_and_fixed_schedules_have_the_same_content(runs):

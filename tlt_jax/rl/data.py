@@ -1,14 +1,13 @@
 """Prompts: from tasks or files, through the tokenizer, to training and held-out examples."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from tlt_jax.rl.data_config import SLOT, DataConfig
 from tlt_jax.rl.prompt_file import read_prompt_file, source_name
 from tlt_jax.rl.prompt_record import PromptRecord
-from tlt_jax.rl.tasks import Question, draw_questions, starts
+from tlt_jax.rl.tasks import Question, draw_sets, starts
 from tlt_jax.spec.noise import EVALUATE, TRAIN
 
 # Times that a text may shrink before it is split into tokens: Unicode's NFC form has up to 3 times
@@ -106,22 +105,22 @@ def encode_record(record: PromptRecord, tokenizer: Tokenizer) -> list[int]:
 
 def _task_examples(config: DataConfig, tokenizer: Tokenizer) -> tuple[list, list]:
     """Held-out and training examples; None for one that is too long and may be dropped."""
-    final = [task.at(math.inf) for task in config.tasks]
-    held_out = draw_questions(final, config.eval_size, config.eval_seed, domain=EVALUATE)
-    texts = frozenset(question.text for question in held_out)
-    begins = starts(config.tasks)
-    train = []
-    for stage, (begin, end) in enumerate(zip(begins, [*begins[1:], math.inf])):
-        questions = draw_questions(
-            [task.at(begin) for task in config.tasks],
-            min(config.size, end - begin),  # more would never be drawn
-            config.seed,
-            domain=TRAIN,
-            stage=stage,
-            excluded=texts,
-        )
-        train += [question_example(config, tokenizer, q, begin) for q in questions]
-    return [question_example(config, tokenizer, q, 0) for q in held_out], train
+    sets = draw_sets(
+        config.tasks,
+        size=config.size,
+        seed=config.seed,
+        domain=TRAIN,
+        eval_size=config.eval_size,
+        eval_seed=config.eval_seed,
+        eval_domain=EVALUATE,
+    )
+    held_out = [question_example(config, tokenizer, q, 0) for q in sets.held_out]
+    train = [
+        question_example(config, tokenizer, q, begin)
+        for begin, questions in sets.training.items()
+        for q in questions
+    ]
+    return held_out, train
 
 
 def question_example(

@@ -32,6 +32,13 @@ class EvaluationConfig:
         for name, least in (("every", 1), ("prompts", 0), ("samples", 1), ("k", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or more")
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(
+                f"temperature=0 with samples={self.samples}: greedy samples are all the same; take "
+                "1, or a temperature above 0"
+            )
         if self.k > self.samples:
             raise ValueError(
                 f"k={self.k} is more than samples={self.samples}: pass@k needs at least k samples "

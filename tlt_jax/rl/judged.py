@@ -61,14 +61,16 @@ class Judged:
         kl: Sequence[np.ndarray] | None = None,
     ) -> list[float | np.ndarray]:
         """One advantage, or one per token, of every sample. kl: see `assign_advantages`."""
-        kept = self.trained_N
-        lengths_N = self.lengths_N[kept]
-        penalty_N = overlong_penalty(lengths_N, max_new_tokens, algorithm.overlong_buffer)
-        return assign_advantages(
+        penalty_N = overlong_penalty(self.lengths_N, max_new_tokens, algorithm.overlong_buffer)
+        if kl is not None:
+            known = iter(kl)
+            kl = [next(known) if trained else np.zeros(0) for trained in self.trained_N]
+        advantages = assign_advantages(
             algorithm,
-            self.rewards_N[kept] + penalty_N,
-            self.groups_N[kept],
-            np.ones(len(lengths_N), bool),
-            lengths_N,
+            self.rewards_N + penalty_N,
+            self.groups_N,
+            self.trained_N,
+            self.lengths_N,
             kl,
         )
+        return [a for a, trained in zip(advantages, self.trained_N) if trained]

@@ -4,7 +4,6 @@ Read `train` from top to bottom to see one step.
 """
 
 import dataclasses
-import shutil
 import time
 import warnings
 from pathlib import Path
@@ -22,7 +21,7 @@ from tlt_jax.rl.policy import FINAL
 from tlt_jax.rl.policy_trainer import NonFiniteError, PolicyTrainer
 from tlt_jax.rl.rewards import count_statuses, require_some_ok
 from tlt_jax.rl.rollout import Rollout, rollout
-from tlt_jax.rl.run import DONE, Progress, Run, mark_done, peak_memory_gb
+from tlt_jax.rl.run import Progress, Run, peak_memory_gb
 from tlt_jax.sharding.publish import Published, publish
 
 GAP_ALARM = 0.01  # share of tokens whose two probabilities may differ by more than 10 %
@@ -50,7 +49,7 @@ def train(config: Config, workdir: Path, progress: Progress) -> Summary:
     run = Run(config, workdir, progress)
     try:
         run.load_graders()
-        (workdir / DONE).unlink(missing_ok=True)  # of fewer steps
+        run.reopen()
         trainer, done = run.start()
         published = publish(run.layout, trainer.state.params, done)
         if run.saved is None:
@@ -67,9 +66,8 @@ def train(config: Config, workdir: Path, progress: Progress) -> Summary:
         run.checkpoints.wait()
         with run.events.span("save policy"):
             params = jax.device_get(trainer.state.params)
-            shutil.rmtree(workdir / FINAL, ignore_errors=True)
             hf.save(workdir / FINAL, run.policy.model, params, tokenizer=run.policy.tokenizer)
-        mark_done(workdir, config.steps)
+        run.finish()
         return Summary(
             run.lines, time.monotonic() - began, run.compiling.seconds, run.engine.pool.table()
         )

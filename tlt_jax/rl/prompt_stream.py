@@ -2,7 +2,8 @@
 
 import bisect
 import hashlib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ class PromptStream:
         self._seed, self._domain, self._shuffle = seed, domain, shuffle
         self._draw = 0
         self._order: tuple[tuple[int, int], np.ndarray] | None = None  # (stage, epoch), its order
-        self._fingerprint = self._hash(examples)
+        self._fingerprint = f"{seed} {domain} {shuffle} {fingerprint(examples)}"
 
     def take(self, n: int) -> list[Prompt]:
         """Return the next `n` prompts, across ends of epochs and stages."""
@@ -64,8 +65,16 @@ class PromptStream:
             self._order = (stage, epoch), order
         return self._order[1]
 
-    def _hash(self, examples: Sequence[Example]) -> str:
-        digest = hashlib.sha256(f"{self._seed} {self._domain} {self._shuffle}".encode())
-        for e in examples:
-            digest.update(np.array([e.since, len(e.ids), *e.ids], np.int64).tobytes())
-        return digest.hexdigest()[:16]
+
+def fingerprint(examples: Iterable[Example]) -> str:
+    """A hash of all that a run sees of examples: ids, what the reward reads, stage, order."""
+    digest = hashlib.sha256()
+    for e in examples:
+        digest.update(np.array([e.since, len(e.ids), *e.ids], np.int64).tobytes())
+        digest.update(json.dumps([e.source, e.entry], sort_keys=True, default=_plain).encode())
+    return digest.hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for: a set in an order of its own, anything else as text."""
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)

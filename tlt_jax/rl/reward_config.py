@@ -35,15 +35,15 @@ class RewardConfig:
     grader: str = AUTO
     extractor: str = ""  # "" for the grader's own
     partial: bool = False
-    by_source: tuple[tuple[str, Grader], ...] = ()  # or a mapping: source -> {grader, …}
+    by_source: tuple[tuple[str, Grader], ...] = ()  # or a mapping, or pairs: source, {grader, …}
     num_workers: int = 2
     spare_workers: int = 4  # go on where an answer takes a twentieth of the deadline
     deadline_s: float = 10.0  # per answer, loading of the grader excluded
 
     def __post_init__(self):
-        if isinstance(self.by_source, Mapping):
-            graders = tuple((name, _grader(name, spec)) for name, spec in self.by_source.items())
-            object.__setattr__(self, "by_source", graders)
+        given = self.by_source
+        pairs = given.items() if isinstance(given, Mapping) else given
+        object.__setattr__(self, "by_source", tuple(_pair(pair) for pair in pairs))
         check_pool(self.num_workers, self.spare_workers, self.deadline_s)
         Grader(
             "reasoning_gym" if self.grader == AUTO else self.grader, self.extractor, self.partial
@@ -94,6 +94,14 @@ class RewardConfig:
                 "all of them, or reward.by_source for each"
             )
         return list(first.values())
+
+
+def _pair(pair: Any) -> tuple[str, Grader]:
+    """A source and its grader. A config file needs pairs where the name of a source has a dot."""
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+        raise ValueError(f"by_source holds {pair!r}; give pairs of a source and its grader")
+    source, spec = pair
+    return source, spec if isinstance(spec, Grader) else _grader(source, spec)
 
 
 def _grader(source: str, spec: Any) -> Grader:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Pipe
 from typing import Any
 
+from tlt_jax.rl import fixed_hashing
 from tlt_jax.rl.graders import Grader
 from tlt_jax.rl.reward_worker import STARTED
 
@@ -199,6 +200,7 @@ class _Worker:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path)],
                 stdin=theirs.fileno(),
+                env={**os.environ, **fixed_hashing.ENVIRONMENT},  # the same score in every run
                 # Out of reach of Ctrl-C; killed with its own children. No session of its own: Linux
                 # would then give it a share of the processor as if it were another program.
                 process_group=0,
@@ -258,10 +260,11 @@ class _Worker:
                 self._signal()
 
     def _step_back(self) -> None:
-        """Leave nine tenths of a core to whoever else wants it: most slow answers never end."""
+        """Leave three quarters of a core to whoever else wants it: most slow answers never end, and
+        those that do still end before their deadline, unless they take a good part of it alone."""
         self.gave_way = True
         try:
-            os.setpriority(os.PRIO_PGRP, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+            os.setpriority(os.PRIO_PGRP, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + 5)
         except (ProcessLookupError, PermissionError):
             pass  # just ended
 

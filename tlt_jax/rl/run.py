@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import resource
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -17,7 +18,7 @@ from tlt_jax import atomic
 from tlt_jax.checkpoint import CheckpointError, Checkpoints
 from tlt_jax.compile_clock import CompileClock
 from tlt_jax.config import Config, differences, to_dict
-from tlt_jax.events import EventLog
+from tlt_jax.events import EventLog, to_chrome_trace
 from tlt_jax.loggers import make_logger
 from tlt_jax.metrics import MetricsWriter, read_metrics
 from tlt_jax.models import hf_config, transformer
@@ -26,14 +27,14 @@ from tlt_jax.rl.data import load_prompts
 from tlt_jax.rl.evaluate import held_out_prompts
 from tlt_jax.rl.packing import BatchShape
 from tlt_jax.rl.policy_trainer import PolicyTrainer, TrainState
-from tlt_jax.rl.prompt_stream import PromptStream
+from tlt_jax.rl.prompt_stream import PromptStream, fingerprint
 from tlt_jax.rl.rewards import RewardPool
 from tlt_jax.rl.warm_up import SUPERVISED, supervised_samples, warm_up
 from tlt_jax.spec import noise
 from tlt_jax.spec.engine import Engine
 
 PACKED_ROW_TOKENS = 256  # longer rows save little: attention is computed over the whole row
-METRICS, EVENTS, DONE = "metrics.jsonl", "events.jsonl", "DONE"
+METRICS, EVENTS, TRACE, DONE = "metrics.jsonl", "events.jsonl", "trace.json", "DONE"
 MAY_CHANGE = ("steps", "checkpoint", "logger")  # settings that a resumed run may change
 
 
@@ -94,17 +95,22 @@ class Run:
         if self.saved is not None:
             record, position = self.saved.record, self.saved.record["metrics_bytes"]
             self.stream.restore(record["data"])
+            if record["held_out"] != fingerprint(self.held_out):
+                raise ValueError(
+                    "the held-out prompts are not those that this run was evaluated on before; "
+                    "bring back the file they came from, or start a new workdir"
+                )
             self.run_key = jax.random.wrap_key_data(np.array(record["run_key"], np.uint32))
-        # From here on files and processes are open; what can fail for a setting comes first.
+        self.reference: dict | None = None  # weights of the policy that a KL is taken to
+        # From here on files are open and, last, processes run.
         first = 0 if self.saved is None else self.saved.step + 1
         self.logger = make_logger(config.logger, workdir, to_dict(config), first)
-        reward = config.reward
-        self.pool = RewardPool(reward.num_workers, reward.spare_workers, reward.deadline_s)
         self.metrics = MetricsWriter(workdir / METRICS, position)
         self.lines = read_metrics(workdir / METRICS)
         self.events = EventLog(workdir / EVENTS)
         self.compiling = CompileClock()
-        self.reference: dict | None = None  # weights of the policy that a KL is taken to
+        reward = config.reward
+        self.pool = RewardPool(reward.num_workers, reward.spare_workers, reward.deadline_s)
 
     def _check(self, longest: int):
         """Refuse now what would stop the run later, after work that would be lost."""
@@ -199,6 +205,7 @@ class Run:
         record = {
             "config": to_dict(self.config),
             "data": self.stream.state(),
+            "held_out": fingerprint(self.held_out),
             "run_key": np.asarray(jax.random.key_data(self.run_key)).tolist(),
             "metrics_bytes": self.metrics.position(),
         }
@@ -207,17 +214,36 @@ class Run:
             keep = step == 0 and self.reference is not None
             self.checkpoints.save(step, _parts(trainer.state), record, keep=keep)
 
+    def reopen(self):
+        """Take away what says that the run is finished: it had fewer steps, or was killed there."""
+        (self.workdir / DONE).unlink(missing_ok=True)
+        for folder in (self.workdir / policy.FINAL, *self.workdir.glob(f".{policy.FINAL}.*.tmp")):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def finish(self):
+        """Say that nothing is left to do, once everything else is written."""
+        self.events.flush()
+        to_chrome_trace(self.workdir / EVENTS, self.workdir / TRACE)
+        atomic.write_json(self.workdir / DONE, {"steps": self.config.steps})
+
     def close(self):
-        """Stop the workers and close the files; a checkpoint under way is finished first."""
-        self.pool.close()
-        try:
-            self.checkpoints.wait()
-        except CheckpointError as error:  # of a run that ends by another error
-            warnings.warn(str(error), stacklevel=2)
-        self.logger.close()
-        self.metrics.close()
-        self.events.close()
-        self.compiling.close()
+        """Stop the workers and close the files; a checkpoint under way is finished first.
+
+        What fails here is a warning: the error that ended the run is the one to be seen.
+        """
+        closing = (
+            self.pool.close,
+            self.checkpoints.wait,
+            self.logger.close,
+            self.metrics.close,
+            self.events.close,
+            self.compiling.close,
+        )
+        for close in closing:
+            try:
+                close()
+            except (CheckpointError, OSError) as error:
+                warnings.warn(f"at the end of the run: {error}", stacklevel=2)
 
 
 def _parts(state: TrainState) -> dict:
@@ -247,13 +273,8 @@ def _saved(checkpoints: Checkpoints, config: Config) -> Saved | None:
     return Saved(step, record)
 
 
-def mark_done(workdir: Path, steps: int):
-    """Say that a run has nothing left to do; `finished_steps` reads it."""
-    atomic.write_json(workdir / DONE, {"steps": steps})
-
-
 def finished_steps(workdir: Path) -> int | None:
-    """Steps of the finished run in a folder; None where there is none."""
+    """Steps of the finished run in a folder; None where there is none (see `Run.finish`)."""
     path = workdir / DONE
     return json.loads(path.read_text(encoding="utf-8"))["steps"] if path.exists() else None
 

@@ -2,10 +2,13 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
+
+from tlt_jax.rl import fixed_hashing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +116,53 @@ class Question:
     text: str
     task: str
     entry: dict[str, Any]  # task, params (the keywords of the scorer), item (as generated)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuestionSets:
+    """Held-out questions, and the training questions of each stage by the draw it begins at."""
+
+    held_out: list[Question]
+    training: dict[int, list[Question]]
+
+
+def draw_sets(
+    tasks: Sequence[Task],
+    *,
+    size: int,
+    seed: int,
+    domain: int,
+    eval_size: int,
+    eval_seed: int,
+    eval_domain: int,
+) -> QuestionSets:
+    """Draw the questions of a run: `eval_size` held out, of the last stage of a curriculum, and
+    `size` in each stage, none of which has the text of one held out.
+
+    The same in every process: reasoning-gym's own draws depend on Python's hash seed in some tasks.
+    Raises ValueError as `draw_questions` does.
+    """
+    args = (tuple(tasks), size, seed, domain, eval_size, eval_seed, eval_domain)
+    return fixed_hashing.call(_draw_sets, *args)
+
+
+def _draw_sets(tasks, size, seed, domain, eval_size, eval_seed, eval_domain) -> QuestionSets:
+    final = [task.at(math.inf) for task in tasks]
+    held_out = draw_questions(final, eval_size, eval_seed, domain=eval_domain)
+    texts = frozenset(question.text for question in held_out)
+    begins = starts(tasks)
+    training = {
+        begin: draw_questions(
+            [task.at(begin) for task in tasks],
+            min(size, end - begin),  # more would never be drawn
+            seed,
+            domain=domain,
+            stage=stage,
+            excluded=texts,
+        )
+        for stage, (begin, end) in enumerate(zip(begins, [*begins[1:], math.inf]))
+    }
+    return QuestionSets(held_out, training)
 
 
 def draw_questions(

@@ -13,6 +13,7 @@ import numpy as np
 from tlt_jax.models.tokenizer import Tokenizer
 from tlt_jax.rl.algorithm import AlgorithmConfig
 from tlt_jax.rl.data import Example
+from tlt_jax.rl.graders import is_task_entry
 from tlt_jax.rl.packing import Sample
 from tlt_jax.rl.policy_trainer import PolicyTrainer
 
@@ -60,7 +61,8 @@ def supervised_samples(
 
 
 def _answer(example: Example) -> str:
-    answer = example.entry.get("item", example.entry).get("answer")
+    entry = example.entry["item"] if is_task_entry(example.entry) else example.entry
+    answer = entry.get("answer")
     if not isinstance(answer, str):
         raise ValueError(
             f"the warm-up needs a reference answer, and {example.where}, {example.text[:60]!r}, "
