@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tlt_jax.rl.prompt_file import read_prompt_file
+from tlt_jax.rl.prompt_file import read_prompt_file, source_name
 from tlt_jax.rl.prompt_record import Columns
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -248,6 +248,12 @@ def test_data_sets_with_splits(tmp_path):
             read_prompt_file(path, split=split)
     with pytest.raises(ValueError, match="no subset='main'"):
         read_prompt_file(path, split="test", subset="main")
+
+
+def test_a_hub_data_set_is_its_own_source():
+    """So that gsm8k from the hub is graded as gsm8k in verl's files is."""
+    assert source_name("hf:openai/gsm8k") == "openai/gsm8k"
+    assert source_name("some/prompts.jsonl") == "some/prompts.jsonl"
 
 
 def test_a_folder_of_files_is_a_data_set(tmp_path, monkeypatch):

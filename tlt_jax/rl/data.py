@@ -11,7 +11,7 @@ from tlt_jax.rl.tasks import Question, draw_sets, starts
 from tlt_jax.spec.noise import EVALUATE, TRAIN
 
 # Times that a text may shrink before it is split into tokens: Unicode's NFC form has up to 3 times
-# fewer bytes, and chat templates leave out parts of earlier answers.
+# fewer bytes, and chat templates leave out white space and parts of earlier answers.
 _SHRINKAGE = 4
 
 
@@ -176,11 +176,10 @@ def _ids(
     """Return the ids of what is asked, made of `text`; None for what is too long and dropped.
 
     A text that cannot fit whatever its ids are is not encoded: that takes seconds per million
-    characters. White space at its ends does not count, since chat templates cut it off.
+    characters.
     """
     limit = config.max_prompt_tokens
-    characters = len(text.strip())
-    if characters > _SHRINKAGE * tokenizer.longest_token * limit:
+    if (characters := len(text)) > _SHRINKAGE * tokenizer.longest_token * limit:
         found = f"{characters} characters, which cannot fit into"
     else:
         ids = encode_record(asked, tokenizer)
