@@ -8,8 +8,9 @@ from ml_collections import ConfigDict
 
 from tlt_jax.config import Config, from_dict, to_dict
 
+NO_RUNS = ("base", "cold_start")  # the latter describes no RL run; see test_cold_start.py
 CONFIGS = sorted(
-    p.stem for p in pathlib.Path("experiments/configs").glob("[a-z]*.py") if p.stem != "base"
+    p.stem for p in pathlib.Path("experiments/configs").glob("[a-z]*.py") if p.stem not in NO_RUNS
 )
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.rl import sample_graders
 from tests.rl.test_loop import Silent, smoke
 from tlt_jax.rl import loop
+from tlt_jax.rl import run as run_module
 from tlt_jax.rl.data import Prompt
 from tlt_jax.rl.dynamic_sampling import DynamicSampling, informative
 from tlt_jax.rl.rewards import Score
@@ -90,6 +91,28 @@ def test_a_failed_grading_makes_no_group_informative():
     assert informative([score(1.0), score(None), score(0.0)])
 
 
+class Immediate:
+    """A reward pool without processes, whose scores are there at once."""
+
+    def __init__(self, *_):
+        self.scores = []
+
+    def load(self, *_):
+        pass
+
+    def submit(self, key, grader, text, entry):
+        self.scores.append((key, score(sample_graders.often_one(text, entry))))
+
+    def poll(self):
+        scores, self.scores = self.scores, []
+        return scores
+
+    drain = poll
+
+    def close(self):
+        pass
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dynamic")
@@ -108,6 +131,7 @@ def runs(tmp_path_factory):
         settings = {
             "reward.grader": f"{sample_graders.__name__}:often_one",
             "reward.extractor": "",
+            "rollout.max_new_tokens": 16,
             **changes,
         }
         loop.train(smoke(**settings), folder / name, Silent())
@@ -117,6 +141,7 @@ def runs(tmp_path_factory):
     dynamic, current = {"algorithm.name": "dapo"}, [""]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Session, "add", spied)
+        patch.setattr(run_module, "RewardPool", Immediate)
         return {
             "plain": run("plain"),
             "fixed": run("fixed", **dynamic),

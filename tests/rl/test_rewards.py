@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tlt_jax.rl.graders import Grader
-from tlt_jax.rl.rewards import RewardPool, Score, count_statuses, require_some_ok
+from tlt_jax.rl.rewards import NICER, RewardPool, Score, count_statuses, require_some_ok
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,7 +162,7 @@ def test_a_slow_answer_steps_back_while_others_wait():
     """Its process, which cannot raise its priority again, is replaced when nobody waits."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
     with RewardPool(1, 1, deadline_s=4.0) as pool:
-        for waiting, expected in ((0, own), (1, min(19, own + 10))):
+        for waiting, expected in ((0, own), (1, min(19, own + NICER))):
             pool.submit("slow", sample("pause"), "", {})
             for _ in range(waiting):
                 pool.submit("quick", sample("length"), "", {})

@@ -20,6 +20,7 @@ from tlt_jax.rl.graders import Grader
 from tlt_jax.rl.reward_worker import STARTED
 
 STATUSES = ("ok", "error", "timeout", "invalid")
+NICER = 5  # levels of priority that a slow answer gives up; the share of one level is 1.25
 _PATIENCE = 0.05  # of the deadline, before an answer gives way to those that wait
 _LOAD_LIMIT_S = 120.0  # to start a worker and import a grader, on a busy machine
 # Not multiprocessing.Process: it would import the caller's main module in each worker, with jax.
@@ -264,7 +265,9 @@ class _Worker:
         those that do still end before their deadline, unless they take a good part of it alone."""
         self.gave_way = True
         try:
-            os.setpriority(os.PRIO_PGRP, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + 5)
+            os.setpriority(
+                os.PRIO_PGRP, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + NICER
+            )
         except (ProcessLookupError, PermissionError):
             pass  # just ended
 
