@@ -18,6 +18,7 @@ from tlt_jax.rl.packing import Sample
 from tlt_jax.rl.policy_trainer import PolicyTrainer
 
 SUPERVISED = AlgorithmConfig("grpo", aggregation="token_mean")
+MOST_TIMES = 4  # that an answer is said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class WarmUpConfig:
     steps: int = 0  # 0: none
     batch: int = 32  # examples per step
     learning_rate: float = 3e-3
-    wrong: float = 0.0  # share of examples taught with the answer to another question
+    rambling: float = 0.0  # chance, after each time an answer is said, that it is said once more
     seed: int = 0
 
     def __post_init__(self):
@@ -37,8 +38,8 @@ class WarmUpConfig:
                 f"batch={self.batch} must be at least 1 and learning_rate={self.learning_rate} "
                 "greater than 0"
             )
-        if not 0 <= self.wrong < 1:
-            raise ValueError(f"wrong={self.wrong} must lie in [0, 1)")
+        if not 0 <= self.rambling < 1:
+            raise ValueError(f"rambling={self.rambling} must lie in [0, 1)")
 
 
 def supervised_samples(
@@ -46,16 +47,15 @@ def supervised_samples(
 ) -> list[Sample]:
     """Prompt and reference answer (with its end-of-sequence token) of every example.
 
-    Raises ValueError for an example without a reference answer.
+    With `rambling` r an answer is said n times, n at most MOST_TIMES and else geometric: a model so
+    taught knows the answer and stops after it with probability 1 - r, which RL can mend. Raises ValueError for an example without a reference answer.
     """
     rng = np.random.default_rng(config.seed)
-    answers = [_answer(e) for e in examples]
-    other = rng.permutation(len(examples))
-    swapped = rng.random(len(examples)) < config.wrong
+    times = np.minimum(rng.geometric(1 - config.rambling, len(examples)), MOST_TIMES)
     samples = []
-    for i, example in enumerate(examples):
-        answer = answers[other[i]] if swapped[i] else answers[i]
-        ids = np.array([*tokenizer.encode(answer), tokenizer.eos_ids[0]], np.int32)
+    for example, n in zip(examples, times):
+        text = " ".join([_answer(example)] * n)
+        ids = np.array([*tokenizer.encode(text), tokenizer.eos_ids[0]], np.int32)
         samples.append(Sample(np.array(example.ids, np.int32), ids, 1.0, np.zeros(len(ids))))
     return samples
 
