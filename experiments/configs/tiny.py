@@ -43,7 +43,7 @@ def get_config(arg: str = "full") -> ConfigDict:
             "segment_rounds": 2,
             "shrink": 4,
         },
-        trainer={"learning_rate": 1e-3},
+        trainer={"learning_rate": 5e-4},
         evaluation={"every": 20, "prompts": 20 if smoke else 64},
         warm_up={"steps": 20 if smoke else 250, "learning_rate": 5e-3, "rambling": 0.6},
     )
