@@ -40,7 +40,7 @@ def test_a_config_file_names_every_setting(name):
 def test_parts_of_a_task_can_be_overridden():
     config = load("tiny")
     for name, value in {"weight": 2.0, "params.max_terms": 3}.items():
-        config.update_from_flattened_dict({f"data.tasks.chain_sum.{name}": value})
+        config.update_from_flattened_dict({f"data.tasks.basic_arithmetic.{name}": value})
     [task] = from_dict(Config, config).data.tasks
     assert (task.weight, dict(task.params)["max_terms"]) == (2.0, 3)
 
@@ -77,7 +77,7 @@ def edited(changes: dict) -> dict:
         ({"rollout.top_p": 0.9}, ValueError, r"rollout\.top_p=0\.9.*top_p=1, top_k=0"),
         ({"evaluation.prompts": 1000}, ValueError, r"evaluation\.prompts=1000.*data\.eval_size"),
         ({"reward.extractor": "guess"}, ValueError, r"extractor='guess' is unknown; known:"),
-        ({"warm_up.wrong": 1.0}, ValueError, r"wrong=1\.0 must lie in \[0, 1\)"),
+        ({"warm_up.rambling": 1.0}, ValueError, r"rambling=1\.0 must lie in \[0, 1\)"),
         ({"policy.dtype": "float16"}, ValueError, r"dtype='float16'"),
         ({"seed": 2**32}, ValueError, r"seed=4294967296 must lie in \[0, 2\^32\)"),
         ({"rollout.samples": 1}, ValueError, r"rollout\.samples=1: .*at least 2"),

@@ -94,7 +94,7 @@ def test_it_measures_what_training_does(measured, command, tmp_path):
     assert (found["samples"], found["k"], found["temperature"]) == (3, 2, 1.0)
     assert found["overall"]["responses"] == 4 * 3
     [(task, of_task)] = found["tasks"].items()
-    assert task == "chain_sum" and of_task["avg_at_k"] == found["overall"]["avg_at_k"]
+    assert task == "basic_arithmetic" and of_task["avg_at_k"] == found["overall"]["avg_at_k"]
     assert "pass@2" in printed and "avg@3" in printed and "max/median" in printed
 
 

@@ -122,7 +122,7 @@ def sweep():
     yield {}
     yield {"trainer.learning_rate": 1e-05, "policy.remat": True, "seed": 3}
     yield {"data.template": "Q: {question} a=b, 'c' --x", "rollout.temperature": 1}
-    yield {"data.tasks.chain_sum.params.max_terms": 3, "logger": ""  , "data.seed": 2}
+    yield {"data.tasks.basic_arithmetic.params.max_terms": 3, "logger": ""  , "data.seed": 2}
 """
     )
     points = load_points(path + ":full")

@@ -128,7 +128,7 @@ def test_a_step_in_which_all_gradings_fail_stops_the_run(tmp_path):
         ({"rollout.max_new_tokens": 300, "trainer.micro_batch_tokens": 300}, r"one row of 3\d\d"),
         (
             {"reward.grader": "exact"},
-            r"'chain_sum', State the final.*grader='exact' needs 'answer'",
+            r"'basic_arithmetic', Calculate.*grader='exact' needs 'answer'",
         ),
         ({"policy.width": 60, "policy.num_heads": 8}, r"width=60, num_heads=8 together"),
         ({"policy.dtype": "float64"}, r"policy\.dtype='float64' needs .*JAX_ENABLE_X64=1"),

@@ -18,7 +18,7 @@ from tlt_jax.rl.packing import Sample
 from tlt_jax.rl.policy_trainer import PolicyTrainer
 
 SUPERVISED = AlgorithmConfig("grpo", aggregation="token_mean")
-MOST_TIMES = 4  # that an answer is said
+MOST_TIMES = 4  # that one answer is said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,9 @@ def supervised_samples(
 ) -> list[Sample]:
     """Prompt and reference answer (with its end-of-sequence token) of every example.
 
-    With `rambling` r an answer is said n times, n at most MOST_TIMES and else geometric: a model so
-    taught knows the answer and stops after it with probability 1 - r, which RL can mend. Raises ValueError for an example without a reference answer.
+    With `rambling` r the answer is said n times, n geometric (mean 1 / (1 - r)) and at most
+    MOST_TIMES: a model so taught knows the answer and stops after it with probability 1 - r, which
+    RL can mend. Raises ValueError for an example without a reference answer.
     """
     rng = np.random.default_rng(config.seed)
     times = np.minimum(rng.geometric(1 - config.rambling, len(examples)), MOST_TIMES)
