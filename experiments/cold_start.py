@@ -8,6 +8,7 @@ the recipe and what it cost. A folder that holds the same recipe is left as it i
 folder appears whole, when all is done; a run that was killed starts over.
 """
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -15,6 +16,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import jax
 import numpy as np
@@ -56,9 +58,7 @@ def recipe(config: ColdStartConfig, start: Policy, samples: Sequence[Sample]) ->
 
 def finished(out: Path, wanted: dict) -> bool:
     """Whether `out` holds the result of this recipe. Raises ValueError for anything else in it."""
-    if not out.is_dir() and not out.exists():
-        return False
-    if out.is_dir() and not any(out.iterdir()):
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
     if not (out / RECORD).is_file():
         raise ValueError(
@@ -75,20 +75,29 @@ def finished(out: Path, wanted: dict) -> bool:
     return True
 
 
-def draft_of(out: Path) -> Path:
-    """A new empty folder beside `out`, to be renamed to it. Drafts of killed runs are removed.
+def draft_of(out: Path) -> tuple[Path, IO]:
+    """A folder beside `out` to work in, and the open file that locks it for this process.
 
-    Raises ValueError where it cannot be made.
+    What a killed run left there is removed. Raises ValueError where it cannot be made, and where
+    another process works in it.
     """
     draft = out.absolute().with_name(f".{out.name}.draft")
     try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
+        draft.mkdir(parents=True, exist_ok=True)
+        lock = open(draft / ".lock", "w")
     except OSError as error:
         raise ValueError(
             f"--out={out} cannot be written: {error.strerror}; choose another place"
         ) from None
-    return draft
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise ValueError(
+            f"--out={out} is being made by another process; wait for it or stop it first"
+        ) from None
+    shutil.rmtree(draft / "model", ignore_errors=True)
+    return draft, lock
 
 
 def cold_start(config: ColdStartConfig, out: Path):
@@ -111,43 +120,47 @@ def cold_start(config: ColdStartConfig, out: Path):
             f"{len(samples)} traces fill {len(batches)} updates, no more than warmup_steps="
             f"{config.warmup_steps}; raise data.size or epochs, or lower warmup_steps"
         )
-    draft = draft_of(out)
-    tokens, scored = (
-        sum(sum(size(s) for s in batch) for batch in batches)
-        for size in (lambda s: s.tokens, lambda s: len(s.response))
-    )
-    print(
-        f"{len(samples)} traces ({left_out} longer ones left out), {len(batches)} updates, "
-        f"{tokens} tokens, {scored} of them taught; the rows are filled to "
-        f"{tokens / (len(batches) * config.rows * config.row_tokens):.0%}"
-    )
-    began, losses = time.monotonic(), []
+    draft, lock = draft_of(out)
+    with lock:
+        work = {
+            "traces": len(samples),
+            "traces_left_out": left_out,
+            "updates": len(batches),
+            "tokens": sum(s.tokens for batch in batches for s in batch),
+            "tokens_taught": sum(len(s.response) for batch in batches for s in batch),
+        }
+        filled = work["tokens"] / (len(batches) * config.rows * config.row_tokens)
+        print(
+            ", ".join(f"{name} {n}" for name, n in work.items()), f"(rows filled to {filled:.0%})"
+        )
+        progress = Progress(len(batches))
+        params = train(config, start, batches, progress.advance)
+        result = {**work, "minutes": progress.minutes(), "losses": progress.losses}
+        hf.save(draft / "model", start.model, params, tokenizer=start.tokenizer)
+        atomic.write_json(draft / "model" / RECORD, {"recipe": wanted, "result": result})
+        os.replace(draft / "model", out)
+        shutil.rmtree(draft)
+    print(f"written {out} after {result['minutes']:.1f} minutes")
 
-    def on_update(loss: float):
-        losses.append(loss)
-        done = len(losses)
-        if done % PRINT_EVERY == 0 or done in (1, len(batches)):
-            minutes = (time.monotonic() - began) / 60
-            recent = losses[-PRINT_EVERY:]
+
+class Progress:
+    """The losses so far, and a line of text every few updates."""
+
+    def __init__(self, updates: int):
+        self.updates, self.losses, self._began = updates, [], time.monotonic()
+
+    def minutes(self) -> float:
+        return (time.monotonic() - self._began) / 60
+
+    def advance(self, loss: float):
+        self.losses.append(loss)
+        done, recent = len(self.losses), self.losses[-PRINT_EVERY:]
+        if done % PRINT_EVERY == 0 or done in (1, self.updates):
             print(
-                f"update {done:4d} of {len(batches)}  loss {sum(recent) / len(recent):.4f}  "
-                f"{minutes:.1f} of about {minutes / done * len(batches):.0f} minutes",
+                f"update {done:4d} of {self.updates}  loss {sum(recent) / len(recent):.4f}  "
+                f"{self.minutes():.1f} of about {self.minutes() / done * self.updates:.0f} minutes",
                 flush=True,
             )
-
-    params = train(config, start, batches, on_update)
-    result = {
-        "minutes": (time.monotonic() - began) / 60,
-        "traces": len(samples),
-        "left_out": left_out,
-        "tokens": tokens,
-        "tokens_taught": scored,
-        "losses": losses,
-    }
-    hf.save(draft, start.model, params, tokenizer=start.tokenizer)
-    atomic.write_json(draft / RECORD, {"recipe": wanted, "result": result})
-    os.replace(draft, out)
-    print(f"written {out} after {result['minutes']:.1f} minutes")
 
 
 def main(argv):

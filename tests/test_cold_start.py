@@ -212,8 +212,20 @@ def test_an_interrupted_run_leaves_nothing_and_starts_over(broken, tmp_path, mon
         with pytest.raises(KeyboardInterrupt):
             command.cold_start(config, out)
     assert not out.exists()
+    # What a kill leaves behind is less tidy than what an exception does.
+    (tmp_path / ".reasoner.draft" / "model").mkdir(exist_ok=True)
+    (tmp_path / ".reasoner.draft" / "model" / "config.json").write_text("{")
     command.cold_start(config, out)
     assert (out / command.RECORD).is_file() and list(tmp_path.iterdir()) == [out]
+
+
+def test_two_at_a_time_are_refused(tmp_path):
+    out = tmp_path / "reasoner"
+    _, lock = command.draft_of(out)
+    with pytest.raises(ValueError, match="is being made by another process"):
+        command.cold_start(small(), out)
+    lock.close()
+    command.draft_of(out)[1].close()
 
 
 def test_what_stands_in_the_way_is_refused_before_the_training(tmp_path, monkeypatch):

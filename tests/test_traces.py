@@ -6,19 +6,17 @@ import pytest
 import reasoning_gym
 
 from experiments.traces import TRACES
-from tlt_jax.rl.graders import Grader, answer_tag, resolve
+from tlt_jax.rl.extractors import answer_tag
+from tlt_jax.rl.graders import Grader, resolve
 
-ITEMS = {"countdown": 100}  # slow to draw; 300 of the others
 PARAMS = {  # wider than any recipe; where it is empty, the defaults of the task
     "base_conversion": {"min_value": 1, "max_base": 36},
     "chain_sum": {"max_terms": 12, "allow_negation": True},
-    "countdown": {"min_numbers": 2, "max_numbers": 4, "max_value": 12, "min_target": 1},
     "gcd": {"max_numbers": 5},
-    "lcm": {"max_numbers": 4},
     "letter_counting": {"min_words": 1, "max_words": 40},
-    "number_sorting": {"min_numbers": 2, "max_numbers": 12, "max_decimals": 3},
     "prime_factorization": {"max_value": 20000},
     "spell_backward": {"max_word_len": 10},
+    "word_sorting": {"min_words": 1, "max_words": 15},
 }
 EQUATION = re.compile(r"^([-+*/\d]+)=([-+*\d]+)", re.MULTILINE)
 BY_HAND = [
@@ -37,22 +35,11 @@ BY_HAND = [
     ("chain_sum", {"expression": "4 - 1 + 7 - 12"}, "3+7-12\n10-12\n<answer>-2</answer>"),
     ("chain_sum", {"expression": "-4 - -1"}, "<answer>-3</answer>"),
     ("count_bits", {"number": 6}, "6:0\n3:1\n1:2\n<answer>2</answer>"),
-    (
-        "countdown",
-        {"numbers": [2, 3, 9], "target": 10},
-        "3+2=5 9\n14 4 45\n3-2=1 9\n10\n<answer>9+(3-2)</answer>",
-    ),
     ("gcd", {"numbers": [12, 18]}, "18=1*12+6\n12=2*6+0\n<answer>6</answer>"),
-    ("lcm", {"numbers": [4, 6]}, "6=1*4+2\n4=2*2+0\n4/2=2\n2*6=12\n<answer>12</answer>"),
     (
         "letter_counting",
         {"target_letter": "h", "span": ["Hut", "Bach"]},
         "h1 u t\nb a c h2\n<answer>2</answer>",
-    ),
-    (
-        "number_sorting",
-        {"original_numbers": ["7", "-3", "5"], "direction": "descending"},
-        "7\n7 -3\n7 5 -3\n<answer>['7', '5', '-3']</answer>",
     ),
     (
         "prime_factorization",
@@ -61,15 +48,20 @@ BY_HAND = [
     ),
     ("prime_factorization", {"number": 2}, "2<4\n<answer>2</answer>"),
     ("spell_backward", {"word": "sun"}, "s u n\nn u s\n<answer>nus</answer>"),
+    (
+        "word_sorting",
+        {"transformed_words": ["b", "a", "C", "b"], "direction": "descending"},
+        "b\nb a\nb a C\nb b a C\n<answer>b, b, a, C</answer>",
+    ),
 ]
 
 
 @pytest.mark.parametrize("task", TRACES)
 def test_every_trace_is_right_and_a_changed_answer_is_not(task):
     params = PARAMS.get(task, {})
-    grade = resolve(Grader(), {"task": task, "params": params, "item": {}})
+    grade = resolve(Grader("reasoning_gym"), {"task": task, "params": params, "item": {}})
     lengths = set()
-    for item in reasoning_gym.create_dataset(task, **params, size=ITEMS.get(task, 300), seed=3):
+    for item in reasoning_gym.create_dataset(task, **params, size=300, seed=3):
         text = TRACES[task](item)
         assert grade(text, {"item": item}) == 1.0, (item["question"], text)
         wrong = text.replace("<answer>", "<answer>7")
@@ -78,7 +70,7 @@ def test_every_trace_is_right_and_a_changed_answer_is_not(task):
     assert len(lengths) > 5  # they vary with the problem
 
 
-@pytest.mark.parametrize("task", ["base_conversion", "gcd", "lcm", "prime_factorization"])
+@pytest.mark.parametrize("task", ["base_conversion", "gcd", "prime_factorization"])
 def test_every_equation_of_a_trace_holds(task):
     equations = 0
     for item in reasoning_gym.create_dataset(task, **PARAMS[task], size=100, seed=5):
@@ -104,9 +96,7 @@ def test_every_task_is_worked_by_hand():
     assert {task for task, *_ in BY_HAND} == set(TRACES)
 
 
-def test_what_has_no_right_answer_is_refused():
+def test_a_question_without_a_right_answer_is_refused():
     zero = {"decimal_value": 0, "source_repr": "", "source_base": 3, "target_base": 7}
     with pytest.raises(ValueError, match="min_value"):
         TRACES["base_conversion"]({"metadata": zero | {"target_repr": ""}})
-    with pytest.raises(ValueError, match="no way to 100 from"):
-        TRACES["countdown"]({"metadata": {"numbers": [1, 2, 3], "target": 100}})

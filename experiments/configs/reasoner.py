@@ -14,47 +14,33 @@ from ml_collections import ConfigDict
 from experiments.configs import base
 
 TASKS = {
-    "chain_sum": {"weight": 1.5, "params": {"min_terms": 2, "max_terms": 6, "max_digits": 2}},
-    "chain_sum_long": {
-        "name": "chain_sum",
-        "weight": 0.3,
-        "params": {"min_terms": 8, "max_terms": 14, "max_digits": 2},
+    "chain_sum": {"weight": 1.8, "params": {"min_terms": 2, "max_terms": 5, "max_digits": 1}},
+    "gcd": {"weight": 1.5, "params": {"max_value": 40}},
+    "count_bits": {"weight": 1.2, "params": {"max_n": 255}},
+    "prime_factorization": {"weight": 0.8, "params": {"max_value": 100}},
+    "base_conversion": {
+        "weight": 0.5,
+        "params": {"max_base": 4, "min_value": 1, "max_value": 50},
     },
-    "gcd": {"params": {"max_numbers": 3, "max_value": 100}},
-    "lcm": {"weight": 0.7, "params": {"max_value": 20}},
-    "base_conversion": {"params": {"max_base": 10, "min_value": 1, "max_value": 60}},
-    "count_bits": {"params": {"max_n": 500}},
-    "count_bits_long": {
-        "name": "count_bits",
-        "weight": 0.3,
-        "params": {"min_n": 10000, "max_n": 1000000},
-    },
-    "letter_counting": {"params": {"min_words": 2, "max_words": 8}},
+    "spell_backward": {"weight": 1.2, "params": {"min_word_len": 3, "max_word_len": 7}},
+    "letter_counting": {"weight": 1.2, "params": {"min_words": 1, "max_words": 9}},
     "letter_counting_long": {
         "name": "letter_counting",
-        "weight": 0.4,
-        "params": {"min_words": 10, "max_words": 30},
+        "weight": 0.45,
+        "params": {"min_words": 15, "max_words": 40},
     },
-    "prime_factorization": {"params": {"max_value": 150}},
-    "spell_backward": {"weight": 0.7, "params": {"max_word_len": 7}},
-    "number_sorting": {"weight": 0.3, "params": {"max_numbers": 6, "max_decimals": 0}},
-    "countdown": {
-        "weight": 0.4,
-        "params": {
-            "min_numbers": 3,
-            "max_numbers": 3,
-            "max_value": 15,
-            "min_target": 5,
-            "max_target": 60,
-            "operators": ("+", "-"),
-        },
+    "word_sorting": {"weight": 0.7, "params": {"min_words": 2, "max_words": 6}},
+    "word_sorting_long": {
+        "name": "word_sorting",
+        "weight": 0.2,
+        "params": {"min_words": 8, "max_words": 12},
     },
 }
 DATA = {
     "tasks": TASKS,
     "eval_size": 240,
     "system": "Think in steps.",
-    "max_prompt_tokens": 256,
+    "max_prompt_tokens": 160,
 }
 BYTES = {"path": "", "max_context": 2048}  # a random model, for whose prompts a letter is a token
 BYTE_DATA = DATA | {"eval_size": 26, "max_prompt_tokens": 1024}

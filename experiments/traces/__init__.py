@@ -12,24 +12,20 @@ from experiments.traces import (
     base_conversion,
     chain_sum,
     count_bits,
-    countdown,
     gcd,
-    lcm,
     letter_counting,
-    number_sorting,
     prime_factorization,
     spell_backward,
+    word_sorting,
 )
 
 TRACES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "base_conversion": base_conversion.trace,
     "chain_sum": chain_sum.trace,
     "count_bits": count_bits.trace,
-    "countdown": countdown.trace,
     "gcd": gcd.trace,
-    "lcm": lcm.trace,
     "letter_counting": letter_counting.trace,
-    "number_sorting": number_sorting.trace,
     "prime_factorization": prime_factorization.trace,
     "spell_backward": spell_backward.trace,
+    "word_sorting": word_sorting.trace,
 }

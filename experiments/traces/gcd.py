@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.traces.steps import euclid, finish
+from experiments.traces.steps import division, finish
 
 
 def trace(item: Mapping[str, Any]) -> str:
@@ -11,6 +11,9 @@ def trace(item: Mapping[str, Any]) -> str:
     first, *others = item["metadata"]["numbers"]
     steps, divisor = [], first
     for number in others:
-        more, divisor = euclid(divisor, number)
-        steps += more
+        larger, divisor = max(divisor, number), min(divisor, number)
+        steps.append(division(larger, divisor))
+        while rest := larger % divisor:
+            larger, divisor = divisor, rest
+            steps.append(division(larger, divisor))
     return finish(steps, divisor)

@@ -12,13 +12,3 @@ def division(number: int, divisor: int) -> str:
     """Quotient and remainder of a division, as `17=3*5+2`."""
     quotient, rest = divmod(number, divisor)
     return f"{number}={quotient}*{divisor}+{rest}"
-
-
-def euclid(a: int, b: int) -> tuple[list[str], int]:
-    """The divisions of Euclid's algorithm on two positive numbers, and their greatest divisor."""
-    a, b = max(a, b), min(a, b)
-    steps = []
-    while b:
-        steps.append(division(a, b))
-        a, b = b, a % b
-    return steps, a
