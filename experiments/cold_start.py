@@ -8,11 +8,13 @@ the recipe and what it cost. A folder that holds the same recipe is left as it i
 folder appears whole, when all is done; a run that was killed starts over.
 """
 
+import argparse
 import fcntl
 import hashlib
 import logging
 import os
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +22,8 @@ from typing import IO
 
 import jax
 import numpy as np
-from absl import app, flags
 
-from experiments.main import CONFIG, parse_flags
+from experiments import main as training
 from experiments.sft import ColdStartConfig, taught_samples, train, updates
 from tlt_jax import atomic
 from tlt_jax.config import differences, from_dict, to_dict
@@ -32,7 +33,6 @@ from tlt_jax.rl.packing import Sample
 from tlt_jax.rl.policy import Policy
 from tlt_jax.rl.policy_trainer import NonFiniteError
 
-OUT = flags.DEFINE_string("out", None, "Folder to write: the model and cold_start.json.")
 RECORD = "cold_start.json"
 PRINT_EVERY = 10  # updates
 
@@ -163,18 +163,30 @@ class Progress:
             )
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options of this command, and the flags of `experiments.main` that make the config."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "experiments.cold_start", None, __doc__, formatter_class=raw, allow_abbrev=False
+    )
+    parser.add_argument("--config", required=True, help="config file, PATH or PATH:ARGUMENT")
+    parser.add_argument("--out", required=True, type=Path, help="folder to write")
+    given, rest = parser.parse_known_args(argv)
+    if wrong := [x for x in rest if not x.startswith("--config.") or "=" not in x]:
+        parser.error(f"unknown argument {wrong[0]}; settings are given as --config.NAME=VALUE")
+    return given, [f"--config={given.config}", *rest]
+
+
+def main(argv: Sequence[str]):
+    given, config_flags = parse(argv)
+    training.parse_flags(["cold_start", *config_flags])
     logging.getLogger("jax").setLevel(logging.WARNING)
     try:
-        config = from_dict(ColdStartConfig, CONFIG.value)
-        cold_start(config, Path(OUT.value))
+        cold_start(from_dict(ColdStartConfig, training.CONFIG.value), given.out)
     except (TypeError, ValueError, OSError, NonFiniteError) as error:
         # What users can mend comes as one sentence; anything else keeps its traceback.
         raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config", "out"])
-    app.run(main, flags_parser=parse_flags)
+    main(sys.argv[1:])

@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
+import sys
 
 import jax
 import numpy as np
 import pytest
 from absl import flags
-from absl.testing import flagsaver
 
 from experiments import cold_start as command
 from experiments import sft
@@ -287,10 +287,13 @@ def test_long_traces_are_left_out_and_counted():
     assert left_out == sum(s.tokens == longest for s in samples) == 24 - len(kept) > 0
 
 
-def test_the_command_tells_in_one_sentence(tmp_path):
-    flags.FLAGS.mark_as_parsed()
-    config = cold_start_config.get_config("smoke")
-    config.policy.path = str(tmp_path / "nowhere")
-    with flagsaver.flagsaver(out=str(tmp_path / "out"), config=config):
+def test_the_command_tells_in_one_sentence(tmp_path, monkeypatch):
+    config = "--config=experiments/configs/cold_start.py:smoke"
+    nowhere = f"--config.policy.path={tmp_path / 'nowhere'}"
+    monkeypatch.setattr(sys, "argv", ["cold_start", config, nowhere])  # ml_collections reads it
+    try:
         with pytest.raises(SystemExit, match="nowhere"):
-            command.main(["cold_start"])
+            command.main([config, f"--out={tmp_path / 'out'}", nowhere])
+    finally:
+        for name in [n for n in flags.FLAGS if n.startswith("config.")]:
+            delattr(flags.FLAGS, name)
