@@ -272,8 +272,9 @@ def test_main_refuses_a_command_line_in_one_sentence(parse, argument, words):
 
 
 def test_an_override_reaches_the_config(parse):
-    parameter = "--config.data.tasks.basic_arithmetic.params.max_terms=3"
-    parse(TINY, "--config.rollout.rows=5", parameter)
+    parse(
+        TINY, "--config.rollout.rows=5", "--config.data.tasks.basic_arithmetic.params.max_terms=3"
+    )
     config = from_dict(Config, main.CONFIG.value)
     assert config.rollout.rows == 5
     assert dict(config.data.tasks[0].params)["max_terms"] == 3

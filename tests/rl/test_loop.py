@@ -121,9 +121,9 @@ def test_a_step_in_which_all_gradings_fail_stops_the_run(tmp_path):
     "changes, words",
     [
         (
-            {"policy.max_context": 64},
+            {"policy.max_context": 32},
             r"longest prompt \(\d+ tokens\) and rollout\.max_new_tokens=4 exceed the model's "
-            r"context of 64; .*data\.max_prompt_tokens=60",
+            r"context of 32; .*data\.max_prompt_tokens=28",
         ),
         ({"rollout.max_new_tokens": 300, "trainer.micro_batch_tokens": 300}, r"one row of 3\d\d"),
         (
