@@ -30,14 +30,21 @@ def test_without_rambling_every_answer_is_said_once():
     assert (times_said(0.0) == 1).all()
 
 
+def goes_on_with(chance: float, times: np.ndarray) -> bool:
+    """Whether of those who said it n times a share of about `chance` said it once more."""
+    shares = {n: ((times > n).sum() / (times >= n).sum(), (times >= n).sum()) for n in (1, 2, 3)}
+    error = {n: np.sqrt(chance * (1 - chance) / count) for n, (_, count) in shares.items()}
+    return all(abs(share - chance) < 4 * error[n] for n, (share, _) in shares.items())
+
+
 @pytest.mark.parametrize("rambling", [0.3, 0.6])
 def test_an_answer_goes_on_with_the_given_chance_each_time(rambling):
     times = times_said(rambling)
-    assert times.max() == MOST_TIMES
-    for n in range(1, MOST_TIMES):
-        reached = times >= n
-        error = np.sqrt(rambling * (1 - rambling) / reached.sum())
-        assert (times[reached] > n).mean() == pytest.approx(rambling, abs=4 * error)
+    assert times.max() == MOST_TIMES == 4
+    assert goes_on_with(rambling, times)
+    assert not goes_on_with(rambling + 0.1, times)
+    uniform = np.random.default_rng(0).integers(1, MOST_TIMES + 1, len(times))
+    assert not goes_on_with(rambling, uniform)
 
 
 def test_the_seed_decides_who_rambles():
