@@ -31,7 +31,7 @@ def get_config(arg: str = "full") -> ConfigDict:
         )
     return base.settings_of(
         ColdStartConfig,
-        data={**reasoner.DATA, "size": 3000},
+        data={**reasoner.DATA, "size": 3300},
         policy={"path": "smollm2"},
-        learning_rate=4e-4,
+        learning_rate=3e-4,
     )
