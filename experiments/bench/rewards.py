@@ -16,6 +16,7 @@ import time
 from tlt_jax.rl.graders import Grader
 from tlt_jax.rl.rewards import RewardPool, count_statuses
 
+SETTLE_S = 5.0  # for the spares to have loaded the grader too; a run compiles for longer
 HANGING = (r"Thus \boxed{9^{9^{9}}}.", "7")
 
 
@@ -56,7 +57,8 @@ def measure(work: list, workers: int, spares: int, deadline: float) -> dict:
     grader = Grader("math")
     with RewardPool(workers, spares, deadline) as pool:
         pool.load(grader, {"answer": "1"})
-        for i in range(4 * workers):  # for each worker to have loaded it
+        time.sleep(SETTLE_S)
+        for i in range(4 * workers):
             pool.submit(i, grader, rf"\boxed{{{i}+1}}", {"answer": "1"})
         pool.drain()
         start = time.perf_counter()

@@ -5,6 +5,7 @@ socket closes and the worker ends at once; if a grader holds the interpreter loc
 runaway regular expression does), an alarm set a little beyond the deadline ends it.
 """
 
+import contextlib
 import math
 import numbers
 import os
@@ -25,7 +26,8 @@ def main() -> None:
     """Grade requests (grader, text, entry, deadline_s) until the parent goes away.
 
     Each is answered by STARTED and then (status, value, detail), or by the latter alone if the
-    grader cannot be loaded. A text of None asks for no more than loading it.
+    grader cannot be loaded. A text of None asks for no more than loading it; with a deadline of
+    None too, that is not answered.
     """
     _die_first()
     connection = Connection(os.dup(0))
@@ -36,6 +38,10 @@ def main() -> None:
     threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
     while True:
         grader, text, entry, deadline_s = pickle.loads(requests.get())
+        if deadline_s is None:
+            with contextlib.suppress(BaseException):  # said again when there is a text to grade
+                graders.resolve(grader, entry)
+            continue
         try:
             grade = graders.resolve(grader, entry)
         except graders.GraderError as error:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Pipe
 from typing import Any
 
@@ -21,7 +21,7 @@ from tlt_jax.rl.reward_worker import STARTED
 
 STATUSES = ("ok", "error", "timeout", "invalid")
 NICER = 5  # levels of priority that a slow answer gives up; the share of one level is 1.25
-_PATIENCE = 0.05  # of the deadline, before an answer gives way to those that wait
+_PATIENCE = 0.02  # of the deadline, before an answer gives way to those that wait
 _LOAD_LIMIT_S = 120.0  # to start a worker and import a grader, on a busy machine
 # Not multiprocessing.Process: it would import the caller's main module in each worker, with jax.
 _BOOTSTRAP = (
@@ -48,7 +48,7 @@ class RewardPool:
 
     `submit` returns at once; results come in order of completion, under the caller's keys. An
     answer that takes `deadline_s` seconds has its worker killed and replaced. One that takes a
-    twentieth of that gives way if others wait: a spare worker goes on, and this one gets what time
+    fiftieth of that gives way if others wait: a spare worker goes on, and this one gets what time
     the others leave and no longer counts among the `num_workers` at work. So answers that hang wait
     for their deadlines side by side. Workers see neither jax nor the caller's main module, and die
     with the caller. To be used by one thread. POSIX only.
@@ -57,32 +57,29 @@ class RewardPool:
     def __init__(self, num_workers: int, spare_workers: int, deadline_s: float):
         check_pool(num_workers, spare_workers, deadline_s)
         self._deadline_s = deadline_s
-        self._num_workers, self._limit = num_workers, num_workers + spare_workers
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._results: queue.SimpleQueue = queue.SimpleQueue()
         self._pending = 0
         self._turns = threading.Semaphore(num_workers)  # to grade, without being slow
-        self._lock = threading.Lock()  # of what follows
+        self._loads: list[bytes] = []  # requests that load what a new worker is to have ready
         self._closed = False
-        self._slow = 0  # workers that gave way
-        self._workers: list[_Worker] = []
-        self._threads: list[threading.Thread] = []
-        for _ in range(num_workers):
-            self._add_worker()
+        self._workers = [
+            _Worker(deadline_s, self._loads) for _ in range(num_workers + spare_workers)
+        ]
         for worker in self._workers:
             worker.start()
-
-    def _add_worker(self) -> None:
-        worker = _Worker(self._deadline_s)
-        thread = threading.Thread(target=self._feed, args=(worker,), daemon=True)
-        self._workers.append(worker)
-        self._threads.append(thread)
-        thread.start()
+        self._threads = [
+            threading.Thread(target=self._feed, args=(worker,), daemon=True)
+            for worker in self._workers
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def load(self, grader: Grader, entry: Mapping[str, Any]) -> None:
         """Load `grader` in a worker and wait for it. Raises ValueError if that fails.
 
         To be called before the first `submit`, so that a grader that cannot work costs no work.
+        All workers, later ones too, then load it by themselves before they are asked to grade.
         """
         if self._pending:
             raise ValueError(f"load the grader before submitting; {self._pending} are pending")
@@ -90,6 +87,9 @@ class RewardPool:
         [(_, score)] = self.drain()
         if score.status != "ok":
             raise ValueError(f"grader={grader.name!r} does not work: {score.detail.strip()}")
+        self._loads.append(pickle.dumps((grader, None, dict(entry), None)))
+        for worker in self._workers:
+            worker.preload(self._loads[-1])
 
     def submit(self, key: Any, grader: Grader, text: str, entry: Mapping[str, Any]) -> None:
         """Queue a response for grading. Raises at once if `entry` cannot be pickled."""
@@ -111,8 +111,7 @@ class RewardPool:
 
     def close(self) -> None:
         """Kill the workers. What has not been graded is dropped."""
-        with self._lock:
-            self._closed = True
+        self._closed = True
         for worker in self._workers:
             worker.close()
         for _ in self._threads:
@@ -140,7 +139,9 @@ class RewardPool:
         while True:
             self._turns.acquire()
             if worker.gave_way and self._jobs.empty():
-                worker.kill()  # while nobody waits; the next one has its full priority again
+                # While nobody waits; the next process has its full priority again.
+                worker.kill()
+                worker.try_to_start()
             if (job := self._jobs.get()) is None:
                 break
             key, request = job
@@ -148,30 +149,13 @@ class RewardPool:
             self._results.put((key, score))
             if not gave_way:
                 self._turns.release()
-            elif self._is_replaced(worker):
-                return
+            worker.try_to_start()  # if it was killed: it loads while others grade
         worker.kill()
 
-    def _is_replaced(self, worker: "_Worker") -> bool:
-        """Take back a worker that gave way; whether it was killed and a spare has its place."""
-        with self._lock:
-            self._slow -= 1
-            spare = len(self._workers) - self._slow > self._num_workers
-            if worker.is_running or not spare or self._closed:
-                return False
-            self._workers.remove(worker)
-            self._threads.remove(threading.current_thread())
-            return True
-
     def _go_on_without(self) -> bool:
-        """If answers wait, give the turn of a slow worker to another, if need be to a new one."""
-        with self._lock:
-            if self._closed or self._jobs.empty():
-                return False
-            at_work = len(self._workers) - self._slow
-            if at_work <= self._num_workers and len(self._workers) < self._limit:
-                self._add_worker()
-            self._slow += 1
+        """If answers wait, give the turn of a slow worker to another."""
+        if self._closed or self._jobs.empty():
+            return False
         self._turns.release()
         return True
 
@@ -179,19 +163,15 @@ class RewardPool:
 class _Worker:
     """One worker process, replaced when it dies. One thread drives it; `close` is any thread's."""
 
-    def __init__(self, deadline_s: float):
-        self._deadline_s = deadline_s
+    def __init__(self, deadline_s: float, loads: Sequence[bytes]):
+        self._deadline_s, self._loads = deadline_s, loads
         self._closed = False
         self._lock = threading.Lock()  # of the process, against `close` during a restart
         self._process: subprocess.Popen | None = None
         self.gave_way = False  # the process: it may lower its priority, but not raise it again
 
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None
-
     def start(self) -> None:
-        """Start the process, if it does not run."""
+        """Start the process, if it does not run. Raises OSError where that fails."""
         with self._lock:
             if self._process is not None:
                 return
@@ -208,6 +188,24 @@ class _Worker:
             )
             theirs.close()
             self.gave_way = False
+            for request in self._loads:
+                self._connection.send_bytes(request)
+
+    def try_to_start(self) -> None:
+        """Start the process ahead of the next request, which tries again where this fails."""
+        try:
+            self.start()
+        except OSError:
+            pass
+
+    def preload(self, request: bytes) -> None:
+        """Have the process load a grader, without waiting or an answer."""
+        with self._lock:
+            if self._process is not None:
+                try:
+                    self._connection.send_bytes(request)
+                except OSError:
+                    pass  # it died; the next one loads it when it starts
 
     def grade(self, request: bytes, give_way: Callable[[], bool]) -> tuple[Score, bool]:
         """Send one request and wait for its score, at most until the deadline.
