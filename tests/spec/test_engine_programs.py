@@ -128,8 +128,9 @@ def test_segments_move_nothing_and_donate_the_state(engine, model):
 
 def test_admission_donates_the_state(engine, model):
     session = start(engine, model, tiny.requests(3, longest=9, vocab=48))
+    session._fit_rows(3)
     before = session.state
-    session._admit()
+    session._admit(session.queue.take(3))
     assert all(x.is_deleted() for x in before.cache.k + before.cache.v)
 
 
@@ -165,6 +166,7 @@ def test_both_layouts_and_another_device_give_the_same_tokens(engine, model):
     session = elsewhere.start(
         unstacked, [Group((1,), 0, 1, 0)], sampling=sampling, run_key=jax.random.key(0)
     )
+    session.dispatch()
     assert session.state.token.devices() == {jax.devices()[3]}
 
 

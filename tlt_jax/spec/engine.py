@@ -151,6 +151,15 @@ class Engine:
 
         sampling: of every group that brings none of its own.
         """
+        queue = Queue(self.check, sampling)
+        queue.add(groups)
+        return self.session(params, queue, run_key, len(queue))
+
+    def session(self, params: dict, queue: Queue, run_key: jax.Array, responses: int) -> Session:
+        """A session that takes from `queue`, as others may; what it needs is compiled.
+
+        responses: how many it takes at first, or more (then rows are refilled as they finish).
+        """
         if isinstance(params["layers"], dict):
             params = transformer.decode_layout(self.model, params)
         params = jax.device_put(params, self.sharding)
@@ -160,9 +169,7 @@ class Engine:
                 "jax.random.key(seed, impl='threefry2x32'), whose bits do not depend on the device"
             )
         run_key = jax.device_put(run_key, self.sharding)
-        queue = Queue(self.check, sampling)
-        queue.add(groups)
-        self.compile(params, queue.groups, run_key)
+        self.compile(params, queue.groups, run_key, responses)
         return Session(self, params, queue, run_key)
 
     def check(self, group: Group):
@@ -202,10 +209,11 @@ class Engine:
 
     # Programs. A name tells everything that distinguishes a program within one engine.
 
-    def compile(self, params: dict, groups: Sequence[Group], run_key: jax.Array):
-        """Compile every program that these groups can need, so that nothing compiles later."""
+    def compile(self, params: dict, groups: Sequence[Group], run_key: jax.Array, responses: int):
+        """Compile every program that `responses` responses to these groups, or more, can need, so
+        that nothing compiles later."""
         c = self.config
-        start = bucket_for(c.batch_buckets, sum(g.members for g in groups))
+        start = bucket_for(c.batch_buckets, responses)
         longest = max((len(g.prompt) for g in groups), default=1)
         first = self.cache_bucket(longest)
         total = max((len(g.prompt) + g.sampling.max_new_tokens for g in groups), default=1)

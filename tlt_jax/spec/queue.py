@@ -1,28 +1,35 @@
-"""Groups of responses that wait to be sampled."""
+"""Responses that wait to be sampled."""
 
-import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 
 from tlt_jax.spec.request import Group, Sampling
 
+Entry = tuple[Group, int]  # one response: a group and a member of it
+
 
 class Queue:
-    """Responses that wait for a row, in order."""
+    """Responses that wait for a row, in order. Several sessions may take from one queue."""
 
     def __init__(self, check: Callable[[Group], None], sampling: Sampling):
         self.check, self.sampling = check, sampling
-        self.waiting: collections.deque[tuple[Group, int]] = collections.deque()
         self.groups: list[Group] = []  # all there ever were
+        self.entries: list[Entry] = []  # likewise
+        self.next = 0  # of `entries`: those before have been taken
         self.draws: set[tuple[int, int]] = set()
         self.longest_prompt = 1  # tokens of the longest prompt there ever was
+        self._last: dict[Group, int] = {}  # place of each group's last entry
 
     def __len__(self) -> int:
-        return len(self.waiting)
+        return len(self.entries) - self.next
 
     def add(self, groups: Sequence[Group]):
         """Put groups at the end. Raises ValueError, adding none, for one that cannot be sampled or
         has the draw of another."""
+        self.put(self.known(groups))
+
+    def known(self, groups: Sequence[Group]) -> list[Entry]:
+        """Take note of groups and return their responses, for `put`. Raises as `add` does."""
         groups = [
             g if g.sampling is not None else dataclasses.replace(g, sampling=self.sampling)
             for g in groups
@@ -39,8 +46,20 @@ class Queue:
         self.draws = draws
         self.groups += groups
         self.longest_prompt = max([self.longest_prompt, *(len(g.prompt) for g in groups)])
-        self.waiting.extend((g, member) for g in groups for member in range(g.members))
+        return [(g, member) for g in groups for member in range(g.members)]
 
-    def take(self, count: int) -> list[tuple[Group, int]]:
+    def put(self, entries: Sequence[Entry]):
+        """Put responses of known groups at the end."""
+        for entry in entries:
+            self._last[entry[0]] = len(self.entries)
+            self.entries.append(entry)
+
+    def take(self, count: int) -> list[Entry]:
         """The next `count` responses, or as many as there are."""
-        return [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
+        taken = self.entries[self.next : self.next + count]
+        self.next += len(taken)
+        return taken
+
+    def waits(self, group: Group) -> bool:
+        """Whether a response of this group has not been taken."""
+        return self._last.get(group, -1) >= self.next

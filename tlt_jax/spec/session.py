@@ -41,26 +41,27 @@ class Row:
 
 @dataclasses.dataclass
 class Prefix:
-    """Prefilled prompts that members still wait to start from; kept on the device until then."""
+    """Prefilled prompts, on the device while a response to one of them waits in the queue."""
 
     cache: KVCache
     prompts: int  # shape of the batch: prompts x tokens
     tokens: int
-    waiting: int  # members that have not started
 
 
 class Session:
-    """Drives one queue of groups through an engine's programs; made by `Engine.start`."""
+    """Drives an engine's programs over a queue of groups; made by `Engine.start`.
+
+    Several sessions, each of its own engine, may take from one queue.
+    """
 
     def __init__(self, engine, params: dict, queue: Queue, run_key: jax.Array):
         self.engine, self.params, self.queue, self.run_key = engine, params, queue, run_key
         self.prefixes: dict[Group, tuple[Prefix, int]] = {}
         self.in_flight: Emitted | None = None
+        self.prefilling: jax.Array | None = None  # ready when the prompts before the segment are
         self.slots = engine.cache_bucket(queue.longest_prompt)
-        self.rows: list[Row | None] = [None] * bucket_for(
-            engine.config.batch_buckets, len(self.queue)
-        )
-        self.state: DecodeState = engine.empty_program(len(self.rows), self.slots).run()
+        self.rows: list[Row | None] = []
+        self.state: DecodeState | None = None  # until the first rows enter
 
     def add(self, groups: Sequence[Group]):
         """Put more groups at the end of the queue, also while a segment is in flight.
@@ -84,22 +85,38 @@ class Session:
             self.dispatch()
             yield from self.collect()
 
-    def dispatch(self):
-        """Resize the batch and admit rows where needed, then start one segment; do not wait."""
+    def dispatch(self, admit: int | None = None) -> bool:
+        """Let at most `admit` waiting responses in (None: as many as there are rows for), then
+        start one segment; do not wait. False, and nothing started, where there is no row to work
+        on: another session has taken what waited."""
         if self.in_flight is not None:
             raise RuntimeError("a segment is in flight; collect it before dispatching the next")
         if self.done:
             raise RuntimeError("every response is finished; there is nothing to dispatch")
-        self._fit_rows()
+        room = self.engine.config.batch_buckets[-1] - self.live
+        entering = self.queue.take(room if admit is None else min(admit, room))
+        if not self.live and not entering:
+            return False
+        self._fit_rows(len(entering))
         self._grow_to(self.engine.cache_bucket(self.queue.longest_prompt))
-        self._admit()
+        self._admit(entering)
+        self.prefixes = {g: p for g, p in self.prefixes.items() if self.queue.waits(g)}
         self._grow()
         program = self.engine.decode_program(self.params, len(self.rows), self.slots)
         self.state, self.in_flight = program.run(self.params, self.state)
+        return True
 
     def ready(self) -> bool:
         """Whether `collect` would return without waiting."""
         return self._flying().token.is_ready()
+
+    def prefilled(self) -> bool:
+        """Whether the prompts that entered with the segment in flight are computed."""
+        return self.prefilling is None or self.prefilling.is_ready()
+
+    def wait_for_prefill(self):
+        if self.prefilling is not None:
+            self.prefilling.block_until_ready()
 
     def _flying(self) -> Emitted:
         if self.in_flight is None:
@@ -109,6 +126,7 @@ class Session:
     def collect(self) -> list[Response]:
         """Wait for the segment in flight; the responses that it finished, in row order."""
         emitted, self.in_flight = jax.device_get(self._flying()), None
+        self.prefilling = None
         finished = []
         for b, row in enumerate(self.rows):
             if row is None:
@@ -137,10 +155,9 @@ class Session:
             return "stop"
         return "length" if row.emitted == row.group.sampling.max_new_tokens else None
 
-    def _admit(self):
-        """Give free rows to waiting responses; a prompt is prefilled once for all its members."""
+    def _admit(self, entering: list[tuple[Group, int]]):
+        """Give free rows to these responses; a prompt is prefilled once for all its members."""
         free = [b for b, row in enumerate(self.rows) if row is None]
-        entering = self.queue.take(len(free))
         self._prefill([g for g in dict.fromkeys(g for g, _ in entering) if g not in self.prefixes])
         by_prefix: dict[int, list] = {}
         for b, (group, member) in zip(free, entering):
@@ -165,7 +182,8 @@ class Session:
                     tokens[i, : length[i]] = group.prompt[:-1]
                 arrays = jax.device_put((tokens, length), engine.sharding)
                 cache = engine.prefill_program(self.params, P, T).run(self.params, *arrays)
-                prefix = Prefix(cache, P, T, waiting=sum(g.members for g in batch))
+                prefix = Prefix(cache, P, T)
+                self.prefilling = cache.length
                 self.prefixes.update({group: (prefix, i) for i, group in enumerate(batch)})
 
     def _fan_out(self, rows: list[int]):
@@ -186,14 +204,18 @@ class Session:
         )
         new = jax.device_put(new, engine.sharding)
         self.state = program.run(self.state, prefix.cache, new, self.run_key)
-        prefix.waiting -= len(rows)
-        if not prefix.waiting:
-            self.prefixes = {g: p for g, p in self.prefixes.items() if p[0] is not prefix}
 
-    def _fit_rows(self):
-        """Move the live rows to the smallest bucket that holds them and all that wait."""
-        size = bucket_for(self.engine.config.batch_buckets, self.live + len(self.queue))
-        if size == len(self.rows):
+    def _fit_rows(self, entering: int):
+        """Move the live rows to the smallest bucket that holds them and those that enter.
+
+        While rows enter the batch does not shrink: it is as large as it has to be until then.
+        """
+        size = bucket_for(self.engine.config.batch_buckets, self.live + entering)
+        if not self.live and size != len(self.rows):
+            self.slots = self.engine.cache_bucket(self.queue.longest_prompt)
+            self.state = self.engine.empty_program(size, self.slots).run()
+            self.rows = [None] * size
+        if size == len(self.rows) or (entering and size < len(self.rows)):
             return
         keep = [b for b, row in enumerate(self.rows) if row is not None]
         padding = [len(self.rows)] * (size - len(keep))
