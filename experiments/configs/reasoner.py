@@ -62,5 +62,5 @@ def get_config(arg: str = "full") -> ConfigDict:
             "shrink": 4,
         },
         trainer={"learning_rate": 5e-6, "micro_batch_tokens": 2048},
-        evaluation={"every": 10, "prompts": 2 if smoke else 120},
+        evaluation={"every": 10, "prompts": 2 if smoke else 240},
     )

@@ -24,13 +24,17 @@ def naps(text, entry):
     return began
 
 
-def priority(text, entry):
-    return os.getpriority(os.PRIO_PROCESS, 0)
-
-
 def pause(text, entry):
     time.sleep(0.6)
-    return priority(text, entry)
+    return 1.0
+
+
+def works(text, entry):
+    """Works for 0.3 seconds of processor time; returns the seconds that took."""
+    began, end = time.monotonic(), time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+    return time.monotonic() - began
 
 
 def first_to_die(text, entry):

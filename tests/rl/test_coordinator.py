@@ -57,6 +57,10 @@ def random_case(seed):
     return rng, lengths, rng.randint(1, 5), rng.randint(1, 8)
 
 
+def random_seconds(rng):
+    return lambda worker, live: rng.expovariate(1.0)
+
+
 @pytest.mark.parametrize("fixed", (True, False))
 def test_every_response_is_decoded_once_whatever_the_order_of_events(fixed):
     for seed in range(200):
@@ -67,7 +71,7 @@ def test_every_response_is_decoded_once_whatever_the_order_of_events(fixed):
             workers,
             rows,
             fixed=fixed,
-            seconds=lambda w, live: rng.expovariate(1.0),
+            seconds=random_seconds(rng),
             later=later,
             thieves=None if fixed or seed % 2 else rng.random,
         )
@@ -86,7 +90,7 @@ def outcomes(fixed):
                 workers,
                 rows,
                 fixed=fixed,
-                seconds=lambda w, live: rng.expovariate(1.0),
+                seconds=random_seconds(rng),
                 later=(3, 1, 2),
             )
             batches = [[n for w, n in segments if w == i] for i in range(workers)]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.rl import evaluate
+from tlt_jax.rl.data import Example, PromptData
 from tlt_jax.rl.evaluate import EvaluationConfig, pass_at_k
 from tlt_jax.rl.rewards import Score
 
@@ -94,3 +95,15 @@ def test_k_beyond_the_samples_is_refused_with_the_way_out():
     with pytest.raises(ValueError, match=r"k=0 must be at least 1"):
         EvaluationConfig(k=0)
     assert EvaluationConfig(samples=4, k=4).k == 4
+
+
+def test_fewer_prompts_than_are_held_out_come_from_all_of_them():
+    """Held-out examples come task by task; a part of them is to have every task."""
+    examples = tuple(
+        Example(ids=(1, i), text=str(i), source="ab"[i >= 5], entry={}, where="") for i in range(10)
+    )
+    data = PromptData(train=(), held_out=examples, num_too_long=0, num_overlapping=0)
+    assert [p.source for p in evaluate.held_out_prompts(data, 4)] == ["a", "a", "b", "b"]
+    assert [p.text for p in evaluate.held_out_prompts(data, 10)] == [str(i) for i in range(10)]
+    assert len(evaluate.held_out_prompts(data, 99)) == 10
+    assert evaluate.held_out_prompts(data, 0) == []

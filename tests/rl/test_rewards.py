@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tlt_jax.rl.graders import Grader
-from tlt_jax.rl.rewards import NICER, RewardPool, Score, count_statuses, require_some_ok
+from tlt_jax.rl.rewards import RewardPool, Score, count_statuses, require_some_ok
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,7 +148,7 @@ def test_hanging_answers_wait_for_their_deadlines_side_by_side():
 
 
 def test_waiting_spares_do_not_add_to_those_at_work():
-    with RewardPool(1, 2, deadline_s=4.0) as pool:
+    with RewardPool(1, 2, deadline_s=10.0) as pool:
         for name in ("pause", "pause", "length"):  # a pause gives way, for others wait
             pool.submit(name, sample(name), "", {})
         pool.drain()
@@ -158,20 +158,21 @@ def test_waiting_spares_do_not_add_to_those_at_work():
         assert all(b - a >= 0.05 for a, b in zip(begun, begun[1:]))
 
 
-def test_a_slow_answer_steps_back_while_others_wait():
-    """Its process, which cannot raise its priority again, is replaced when nobody waits."""
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    with RewardPool(1, 1, deadline_s=4.0) as pool:
-        for waiting, expected in ((0, own), (1, min(19, own + NICER))):
-            pool.submit("slow", sample("pause"), "", {})
-            for _ in range(waiting):
-                pool.submit("quick", sample("length"), "", {})
-            assert dict(pool.drain())["slow"].value == expected
-        priorities = []
-        for _ in range(4):  # each of the two workers gets its turn
-            time.sleep(0.1)
-            priorities.append(grade(pool, "priority").value)
-        assert priorities[-2:] == [own, own]
+def test_a_slow_answer_is_stopped_while_others_wait():
+    """And its deadline, of the time that it runs, with it."""
+    for waiting in (0, 20):
+        with RewardPool(1, 1, deadline_s=1.5) as pool:
+            grade(pool, "pid")
+            pool.submit("slow", sample("works"), "", {})
+            for i in range(waiting):
+                pool.submit(i, sample("naps"), "", {})  # a twentieth of a second each
+            order = [key for key, score in pool.drain() if score.status == "ok"]
+        assert len(order) == waiting + 1 and order[-1] == "slow"
+    with RewardPool(1, 1, deadline_s=1.5) as pool:
+        pool.submit("slow", sample("works"), "", {})
+        for i in range(40):
+            pool.submit(i, sample("naps"), "", {})
+        assert dict(pool.drain())["slow"].value > 1.5  # stopped for about two seconds
 
 
 def test_workers_load_no_array_library_and_keep_their_pipe_to_themselves(pool):
@@ -241,6 +242,38 @@ def test_workers_die_with_a_killed_parent():
     parent.wait()
     parent.stdout.close()
     assert wait_until_gone(pids, 10)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_stopped_worker_dies_with_a_killed_parent():
+    script = textwrap.dedent("""
+        import time
+        from tlt_jax.rl.graders import Grader
+        from tlt_jax.rl.rewards import RewardPool
+        pool = RewardPool(1, 1, deadline_s=10.0)
+        for name in ("hangs", *["pause"] * 100):
+            pool.submit(0, Grader(f"tests.rl.sample_graders:{name}"), "", {})
+        time.sleep(100)
+    """)
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
+    end, states = time.monotonic() + 20, {}
+    while "T" not in states.values():
+        assert time.monotonic() < end, f"no worker was stopped: {states}"
+        time.sleep(0.05)
+        found = Path(f"/proc/{parent.pid}/task").glob("*/children")
+        pids = [int(pid) for file in found for pid in file.read_text().split()]
+        states = {pid: process_state(pid) for pid in pids}
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    assert len(states) == 2 and wait_until_gone(list(states), 10)
+
+
+def process_state(pid):
+    """R, S, T (stopped), …; "" where there is no such process any more."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def test_trivial_gradings_pass_500_per_second(pool):

@@ -47,8 +47,11 @@ class EvaluationConfig:
 
 
 def held_out_prompts(data: PromptData, count: int) -> list[Prompt]:
-    """The first `count` held-out prompts, as every evaluation draws them."""
-    examples = data.held_out[:count]
+    """`count` of the held-out prompts, as every evaluation draws them: evenly spaced over all of
+    them, because they come task by task."""
+    total = len(data.held_out)
+    count = min(count, total)
+    examples = [data.held_out[i * total // count] for i in range(count)]
     if not examples:
         return []
     return PromptStream(examples, seed=0, domain=EVALUATE, shuffle=False).take(len(examples))

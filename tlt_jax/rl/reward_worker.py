@@ -1,8 +1,9 @@
 """The process that runs graders. It talks through its standard input, a socket to its parent.
 
-Its parent kills it when an answer takes too long. When the parent itself dies, even by SIGKILL, the
-socket closes and the worker ends at once; if a grader holds the interpreter lock just then (a
-runaway regular expression does), an alarm set a little beyond the deadline ends it.
+Its parent kills it when an answer runs too long. When the parent itself dies, even by SIGKILL, the
+socket closes and the worker ends at once. If a grader holds the interpreter lock just then (a
+runaway regular expression does), an alarm after a little more processor time than the deadline ends
+it; if the worker is stopped just then, the system does: its process group has become an orphan.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from tlt_jax.rl import graders
 
 STARTED = "started"  # the grader is loaded; its deadline begins
 _GRACE_S = 1.0  # beyond the deadline, so that the parent's own kill comes first
+_ALARM = signal.ITIMER_PROF, signal.SIGPROF  # of processor time: being stopped does not count
 
 
 def main() -> None:
@@ -53,13 +55,14 @@ def main() -> None:
         connection.send(STARTED)
         # The default action of the alarm needs no interpreter. No grader can catch it but one that
         # sets an alarm of its own.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, deadline_s + _GRACE_S)
+        timer, number = _ALARM
+        signal.signal(number, signal.SIG_DFL)
+        signal.setitimer(timer, deadline_s + _GRACE_S)
         try:
             reply = check_value(0.0 if text is None else grade(text, entry))
         except BaseException:
             reply = ("error", None, _last_error(""))
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(timer, 0)
         connection.send(reply)
 
 

@@ -20,8 +20,7 @@ from tlt_jax.rl.graders import Grader
 from tlt_jax.rl.reward_worker import STARTED
 
 STATUSES = ("ok", "error", "timeout", "invalid")
-NICER = 5  # levels of priority that a slow answer gives up; the share of one level is 1.25
-_PATIENCE = 0.02  # of the deadline, before an answer gives way to those that wait
+_PATIENCE = 0.01  # of the deadline, before an answer gives way to those that wait
 _LOAD_LIMIT_S = 120.0  # to start a worker and import a grader, on a busy machine
 # Not multiprocessing.Process: it would import the caller's main module in each worker, with jax.
 _BOOTSTRAP = (
@@ -47,11 +46,11 @@ class RewardPool:
     """Worker processes that grade responses, each under a deadline.
 
     `submit` returns at once; results come in order of completion, under the caller's keys. An
-    answer that takes `deadline_s` seconds has its worker killed and replaced. One that takes a
-    fiftieth of that gives way if others wait: a spare worker goes on, and this one gets what time
-    the others leave and no longer counts among the `num_workers` at work. So answers that hang wait
-    for their deadlines side by side. Workers see neither jax nor the caller's main module, and die
-    with the caller. To be used by one thread. POSIX only.
+    answer that runs for `deadline_s` seconds has its worker killed and replaced. One that runs for
+    a hundredth of that gives way if others wait: its process is stopped, a spare worker goes on,
+    and when no answer waits it runs on beside the `num_workers`. So answers that hang cost the
+    others next to nothing, and spend their deadlines side by side. Workers see neither jax nor the
+    caller's main module, and die with the caller. To be used by one thread. POSIX only.
     """
 
     def __init__(self, num_workers: int, spare_workers: int, deadline_s: float):
@@ -61,6 +60,9 @@ class RewardPool:
         self._results: queue.SimpleQueue = queue.SimpleQueue()
         self._pending = 0
         self._turns = threading.Semaphore(num_workers)  # to grade, without being slow
+        self._spares = spare_workers
+        self._lock = threading.Lock()  # of the next
+        self._slow = 0  # answers that gave way, at most one per spare
         self._loads: list[bytes] = []  # requests that load what a new worker is to have ready
         self._closed = False
         self._workers = [
@@ -138,26 +140,30 @@ class RewardPool:
         """See one job after the other through, until the end of the queue."""
         while True:
             self._turns.acquire()
-            if worker.gave_way and self._jobs.empty():
-                # While nobody waits; the next process has its full priority again.
-                worker.kill()
-                worker.try_to_start()
             if (job := self._jobs.get()) is None:
                 break
             key, request = job
-            score, gave_way = worker.grade(request, self._go_on_without)
+            score, gave_way = worker.grade(request, self._go_on_without, self._is_quiet)
             self._results.put((key, score))
-            if not gave_way:
+            if gave_way:
+                with self._lock:
+                    self._slow -= 1
+            else:
                 self._turns.release()
             worker.try_to_start()  # if it was killed: it loads while others grade
         worker.kill()
 
     def _go_on_without(self) -> bool:
-        """If answers wait, give the turn of a slow worker to another."""
-        if self._closed or self._jobs.empty():
-            return False
+        """If answers wait and there is a spare, give it the turn of a slow worker."""
+        with self._lock:
+            if self._is_quiet() or self._slow == self._spares:
+                return False
+            self._slow += 1
         self._turns.release()
         return True
+
+    def _is_quiet(self) -> bool:
+        return self._closed or self._jobs.empty()
 
 
 class _Worker:
@@ -168,7 +174,6 @@ class _Worker:
         self._closed = False
         self._lock = threading.Lock()  # of the process, against `close` during a restart
         self._process: subprocess.Popen | None = None
-        self.gave_way = False  # the process: it may lower its priority, but not raise it again
 
     def start(self) -> None:
         """Start the process, if it does not run. Raises OSError where that fails."""
@@ -187,7 +192,6 @@ class _Worker:
                 process_group=0,
             )
             theirs.close()
-            self.gave_way = False
             for request in self._loads:
                 self._connection.send_bytes(request)
 
@@ -207,11 +211,13 @@ class _Worker:
                 except OSError:
                     pass  # it died; the next one loads it when it starts
 
-    def grade(self, request: bytes, give_way: Callable[[], bool]) -> tuple[Score, bool]:
-        """Send one request and wait for its score, at most until the deadline.
+    def grade(
+        self, request: bytes, give_way: Callable[[], bool], is_quiet: Callable[[], bool]
+    ) -> tuple[Score, bool]:
+        """Send one request and wait for its score, at most until it has run for the deadline.
 
         Returns the score and whether `give_way`, asked now and then while that takes long, said
-        that another goes on. Then this process yields to all others from there on.
+        that another goes on. Then this process runs only while `is_quiet`.
         """
         gave_way = False
         try:
@@ -223,14 +229,22 @@ class _Worker:
                 return Score(None, "error", detail), gave_way
             reply = self._connection.recv()
             if reply == STARTED:
-                end = time.monotonic() + self._deadline_s
-                while not self._connection.poll(_PATIENCE * self._deadline_s):
-                    if time.monotonic() >= end:
+                left, patience = self._deadline_s, _PATIENCE * self._deadline_s
+                began = time.monotonic()
+                while not self._connection.poll(patience):
+                    now = time.monotonic()
+                    left, began = left - (now - began), now
+                    if left <= 0:
                         self.kill()
                         detail = f"killed at the deadline of {self._deadline_s} s"
                         return Score(None, "timeout", detail), gave_way
-                    if not gave_way and (gave_way := give_way()):
-                        self._step_back()
+                    gave_way = gave_way or give_way()
+                    if gave_way and not is_quiet():
+                        self._signal(signal.SIGSTOP)
+                        while not is_quiet() and not self._connection.poll(patience):
+                            pass
+                        self._signal(signal.SIGCONT)
+                        began = time.monotonic()
                 reply = self._connection.recv()
         except Exception as error:
             # Counted as a failure of this answer, whatever it was: a feeding thread that ended
@@ -258,20 +272,10 @@ class _Worker:
             if self._process is not None:
                 self._signal()
 
-    def _step_back(self) -> None:
-        """Leave three quarters of a core to whoever else wants it: most slow answers never end, and
-        those that do still end before their deadline, unless they take a good part of it alone."""
-        self.gave_way = True
+    def _signal(self, number: int = signal.SIGKILL) -> None:
+        """To the process and what it started."""
         try:
-            os.setpriority(
-                os.PRIO_PGRP, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + NICER
-            )
-        except (ProcessLookupError, PermissionError):
-            pass  # just ended
-
-    def _signal(self) -> None:
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, number)
         except (ProcessLookupError, PermissionError):
             pass  # already dead: the second is what macOS says of a process not yet waited for
 
