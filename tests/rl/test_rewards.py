@@ -148,7 +148,7 @@ def test_hanging_answers_wait_for_their_deadlines_side_by_side():
 
 
 def test_waiting_spares_do_not_add_to_those_at_work():
-    with RewardPool(1, 2, deadline_s=10.0) as pool:
+    with RewardPool(1, 2, deadline_s=8.0) as pool:
         for name in ("pause", "pause", "length"):  # a pause gives way, for others wait
             pool.submit(name, sample(name), "", {})
         pool.drain()

@@ -37,7 +37,7 @@ class RewardConfig:
     partial: bool = False
     by_source: tuple[tuple[str, Grader], ...] = ()  # or a mapping, or pairs: source, {grader, …}
     num_workers: int = 2
-    spare_workers: int = 4  # go on where an answer takes a hundredth of the deadline
+    spare_workers: int = 4  # go on where an answer takes a fortieth of the deadline
     deadline_s: float = 10.0  # per answer, loading of the grader excluded
 
     def __post_init__(self):

@@ -20,7 +20,7 @@ from tlt_jax.rl.graders import Grader
 from tlt_jax.rl.reward_worker import STARTED
 
 STATUSES = ("ok", "error", "timeout", "invalid")
-_PATIENCE = 0.01  # of the deadline, before an answer gives way to those that wait
+_PATIENCE = 0.025  # of the deadline, before an answer gives way to those that wait
 _LOAD_LIMIT_S = 120.0  # to start a worker and import a grader, on a busy machine
 # Not multiprocessing.Process: it would import the caller's main module in each worker, with jax.
 _BOOTSTRAP = (
@@ -47,7 +47,7 @@ class RewardPool:
 
     `submit` returns at once; results come in order of completion, under the caller's keys. An
     answer that runs for `deadline_s` seconds has its worker killed and replaced. One that runs for
-    a hundredth of that gives way if others wait: its process is stopped, a spare worker goes on,
+    a fortieth of that gives way if others wait: its process is stopped, a spare worker goes on,
     and when no answer waits it runs on beside the `num_workers`. So answers that hang cost the
     others next to nothing, and spend their deadlines side by side. Workers see neither jax nor the
     caller's main module, and die with the caller. To be used by one thread. POSIX only.
