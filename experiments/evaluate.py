@@ -31,8 +31,9 @@ from tlt_jax.models import layers, transformer
 from tlt_jax.models.sharpness import sharpness
 from tlt_jax.rl import packing
 from tlt_jax.rl.evaluate import measures, prompt_rewards
-from tlt_jax.rl.rollout import Graded, rollout
+from tlt_jax.rl.rollout import Graded
 from tlt_jax.rl.run import Progress, Run
+from tlt_jax.sharding.publish import publish
 
 PERCENTILES = (0, 10, 25, 50, 75, 90, 99, 100)
 MEASURES = ("pass_at_1", "pass_at_k", "avg_at_k")
@@ -119,17 +120,12 @@ def evaluate(config: Config, progress: Progress) -> dict:
         try:
             run.load_graders()
             progress.start("evaluation", len(run.held_out) * settings.samples)
-            graded = rollout(
-                run.engine,
-                run.layout(run.policy.params),
+            published = publish(run.mesh, run.layout, run.policy.params, 0)
+            graded = run.sampler.rollout(
+                [published.view(i) for i in run.slices],
                 run.held_out,
                 samples=settings.samples,
                 sampling=sampling,
-                run_key=run.run_key,
-                tokenizer=run.policy.tokenizer,
-                grader_of=config.reward.grader_of,
-                pool=run.pool,
-                events=run.events,
                 on_finish=progress.advance,
             ).graded
         finally:

@@ -7,6 +7,7 @@ metrics.jsonl, events.jsonl, checkpoints/ and, at the end, trace.json (for ui.pe
 policy/, a folder in the Hugging Face layout. The same command goes on with a run that was killed.
 """
 
+import contextlib
 import fcntl
 import importlib.metadata
 import json
@@ -27,6 +28,7 @@ from tlt_jax.config import Config, differences, from_dict, to_dict
 from tlt_jax.rl.loop import Summary, train
 from tlt_jax.rl.policy import CHECKPOINTS, FINAL
 from tlt_jax.rl.run import MAY_CHANGE, METRICS, finished_steps, peak_memory_gb
+from tlt_jax.sharding import distributed
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "Config file.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; made if it is not there.")
@@ -43,7 +45,7 @@ def prepare_workdir(workdir: Path, config: Config):
         "command": sys.argv,
         "git_commit": git_commit(),
         "python": sys.version.split()[0],
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "versions": versions(),
         "devices": [str(d) for d in jax.devices()],
     }
     earlier = []
@@ -71,7 +73,8 @@ def prepare_workdir(workdir: Path, config: Config):
                     f"note: {', '.join(changed)} changed since this run was last started, so its "
                     "content may differ from that of a run that was not interrupted"
                 )
-        (workdir / "error.txt").unlink(missing_ok=True)  # of an earlier start
+        for file in workdir.glob("error*.txt"):  # of an earlier start
+            file.unlink()
         atomic.write_json(path, {"config": to_dict(config), "starts": [*earlier, start]})
     except OSError as error:
         raise SystemExit(
@@ -148,6 +151,10 @@ def print_summary(summary: Summary, workdir: Path):
         f"({100 * summary.compile_seconds / summary.seconds:.0f} %)"
     )
     print(f"  peak memory        {peak_memory_gb():.1f} GB")
+    if len(summary.trained_tokens) > 1:
+        each = ", ".join(map(str, summary.trained_tokens))
+        print(f"  tokens trained on by process: {each}")
+        print(f"  the weights of all processes have the hash {summary.weights}")
     print(f"  written            {workdir}/ (metrics.jsonl, events.jsonl, trace.json, policy/)")
 
 
@@ -162,34 +169,71 @@ def main(argv):
     logging.getLogger("jax").setLevel(logging.WARNING)
     # orbax logs whole tracebacks, several times, of an error that it raises as well.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    workdir = Path(WORKDIR.value)
-    with hold(workdir):
-        run(config, workdir)
+    try:
+        with distributed.together(config.distributed):
+            distributed.agree("config", comparable(config))
+            distributed.agree("code", {"git_commit": git_commit(), "versions": versions()})
+            run_in(Path(WORKDIR.value), config)
+    except (ValueError, RuntimeError) as error:
+        raise SystemExit(str(error)) from None
+
+
+def run_in(workdir: Path, config: Config):
+    """Run in a folder that one process looks after; the others do as that one finds."""
+    with contextlib.ExitStack() as held:
+        refusal, finished = None, False
+        if distributed.index() == 0:
+            try:
+                held.enter_context(hold(workdir))
+                prepare_workdir(workdir, config)
+                finished = finished_steps(workdir) == config.steps
+            except SystemExit as error:
+                refusal = str(error)
+        [(refusal, finished), *_] = distributed.exchange("workdir", (refusal, finished))
+        if refusal is not None:
+            raise SystemExit(refusal)
+        if not finished:
+            run(config, workdir)
+        elif distributed.index() == 0:
+            print(
+                f"{workdir} holds this run, finished; raise steps to go on, or choose another "
+                "folder"
+            )
+
+
+def comparable(config: Config) -> dict:
+    """The settings that all processes of a run must share: all but their own number."""
+    found = to_dict(config)
+    del found["distributed"]["index"]
+    return found
+
+
+def versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def run(config: Config, workdir: Path):
     """Start the run of a folder, or go on with it, and say how it went."""
-    prepare_workdir(workdir, config)
-    if finished_steps(workdir) == config.steps:
-        print(f"{workdir} holds this run, finished; raise steps to go on, or choose another folder")
-        return
     cache = workdir.parent / ".jax_cache"
     jax.config.update("jax_compilation_cache_dir", str(cache.absolute()))
     # Also what compiles in a moment: resumed runs and sweeps compile the same again and again.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    leads = distributed.index() == 0
     try:
         with TerminalProgress(config.steps) as progress:
             summary = train(config, workdir, progress)
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
         # What users can mend comes as one sentence; what they cannot is in the file it names.
-        where = f"(where it happened: {workdir}/error.txt)"
+        path = workdir / ("error.txt" if leads else f"error.{distributed.index()}.txt")
+        where = f"(where it happened: {path})"
         try:
-            atomic.write_text(workdir / "error.txt", traceback.format_exc())
+            atomic.write_text(path, traceback.format_exc())
         except OSError as unwritable:
-            where = f"({workdir}/error.txt could not be written: {unwritable.strerror})"
+            where = f"({path} could not be written: {unwritable.strerror})"
         raise SystemExit(f"{type(error).__name__}: {error} {where}") from None
-    print_summary(summary, workdir)
+    if leads:
+        print_summary(summary, workdir)
 
 
 def parse_flags(argv: list[str]) -> list[str]:

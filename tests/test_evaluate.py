@@ -53,7 +53,7 @@ def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     run = Run(config, folder, Silent())
     try:
-        line = loop._evaluation(run, publish(run.layout, run.policy.params, 0))
+        line = loop._evaluation(run, publish(run.mesh, run.layout, run.policy.params, 0))
     finally:
         run.close()
     params = jax.device_get(run.policy.params)

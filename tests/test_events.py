@@ -98,7 +98,7 @@ def test_chrome_trace_rows_hold_only_nested_or_disjoint_spans(tmp_path):
             worker = int(rng.integers(0, 3))
             events.add("decode", start / 1e3, (start + length) / 1e3, worker=worker, i=i)
             added[i] = (start * 1000, length * 1000, f"worker {worker}")
-    to_chrome_trace(path, out)
+    to_chrome_trace([path], out)
     trace = json.loads(out.read_text())["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e["ph"] == "M"}
     spans = [e for e in trace if e["ph"] == "X" and e["name"] == "decode"]
@@ -109,6 +109,22 @@ def test_chrome_trace_rows_hold_only_nested_or_disjoint_spans(tmp_path):
             if a is not b and a["tid"] == b["tid"] and a["ts"] <= b["ts"] < a["ts"] + a["dur"]:
                 nested = b["ts"] + b["dur"] <= a["ts"] + a["dur"]
                 assert nested or (a["ts"] == b["ts"])
+
+
+def test_files_of_several_processes_share_one_time_axis(tmp_path):
+    """Each process counts from its own opening; a trace shows them where they were."""
+    paths = [tmp_path / "events.jsonl", tmp_path / "events.1.jsonl"]
+    for path, unix, start in zip(paths, (1000.0, 1010.0), (12.0, 2.0)):
+        path.write_text(
+            json.dumps({"name": RUN_START, "t0": 0.0, "t1": 0.0, "fields": {"unix": unix}})
+            + "\n"
+            + json.dumps(
+                {"name": "x", "t0": start, "t1": start + 1, "thread": "T", "fields": {"worker": 0}}
+            )
+            + "\n"
+        )
+    spans = [e for e in read_events(*paths) if e["name"] == "x"]
+    assert [(e["process"], e["t0"]) for e in spans] == [(0, 12.0), (1, 12.0)]
 
 
 def test_write_text_replaces_whole_or_not_at_all(tmp_path):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tlt_jax.metrics import EVALUATION_KEYS, KEYS, STEP_KEYS, MetricsWriter
+from tlt_jax.metrics import EVALUATION_KEYS, KEYS, NUMBERED_KEYS, STEP_KEYS, MetricsWriter
 
 
 def line(step=1, **changes):
@@ -27,9 +27,21 @@ def test_a_line_has_exactly_the_keys_listed(tmp_path):
     alone, plain, full = read(path)
     assert set(alone) == EVALUATION_KEYS | {"content/step"}
     assert set(plain) == STEP_KEYS
-    assert list(full) == list(KEYS)
+    assert list(full) == [key for key in KEYS if key not in NUMBERED_KEYS]
     assert all(key.split("/")[0] in ("content", "pace") for key in KEYS)
     assert all(KEYS.values())
+
+
+def test_some_keys_are_numbered(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    shares = {"pace/idle_share/0": 0.25, "pace/idle_share/11": 0.75}
+    with MetricsWriter(path) as writer:
+        writer.write(line(1) | shares)
+        for wrong in ("pace/idle_share/*", "pace/idle_share/x", "pace/tail_share/1"):
+            with pytest.raises(ValueError, match="unknown metric"):
+                writer.write(line(2) | {wrong: 0.5})
+    [got] = read(path)
+    assert {key: got[key] for key in shares} == shares and set(got) == STEP_KEYS | set(shares)
 
 
 def test_numbers_survive_exactly(tmp_path):

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from tlt_jax import atomic
+from tlt_jax.sharding import distributed
 
 MANIFEST = "manifest.json"
 
@@ -52,6 +53,8 @@ class Checkpoints:
     """The checkpoints of one folder, which is made at the first save.
 
     One save runs at a time, in a thread; an error of it is raised by the next `save` or `wait`.
+    With several processes all make the same calls, each writes what its devices hold, and process 0
+    the manifest when all have.
     To be used by one thread. What an earlier process left unfinished is removed at the next save.
     """
 
@@ -73,8 +76,10 @@ class Checkpoints:
         """
         self.wait()
         parts = _copy(parts)
+        # Between processes orbax begins with programs of all devices: not beside the caller's own.
+        begun = self._begin(step, parts) if distributed.count() > 1 else None
         self._thread = threading.Thread(
-            target=self._save, args=(step, parts, record, keep), name=f"checkpoint {step}"
+            target=self._save, args=(step, parts, record, keep, begun), name=f"checkpoint {step}"
         )
         self._thread.start()
 
@@ -149,30 +154,41 @@ class Checkpoints:
             f"run the same command to go on from {way}"
         )
 
-    def _save(self, step: int, parts: dict[str, Any], record: dict, keep: bool) -> None:
-        try:
+    def _begin(self, step: int, parts: dict[str, Any]) -> Any:
+        """Have orbax start writing; the result waits for its end."""
+        if distributed.index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_unfinished()
-            here = self.folder / str(step)
             self._remove(step)  # of an earlier process that went on from a checkpoint before it
-            context = ocp.Context()
-            # Trained float32 weights hardly compress, and trying takes four times as long.
-            context.array.saving.use_compression = False
-            with context:
-                writing = ocp.save_checkpointables_async(here / "arrays", parts)
-            writing.result()
-            files = sorted(p for p in (here / "arrays").rglob("*") if p.is_file())
-            manifest = {
-                "keep": keep,
-                "record": record,
-                "arrays": _describe(parts),
-                "files": [[str(p.relative_to(here)), *_size_and_crc(p)] for p in files],
-            }
-            atomic.write_json(here / MANIFEST, manifest)
+        distributed.barrier(f"checkpoint {step} begins")
+        context = ocp.Context()
+        # Trained float32 weights hardly compress, and trying takes four times as long.
+        context.array.saving.use_compression = False
+        with context:
+            return ocp.save_checkpointables_async(self.folder / str(step) / "arrays", parts)
+
+    def _save(self, step: int, parts: dict[str, Any], record: dict, keep: bool, begun: Any) -> None:
+        here = self.folder / str(step)
+        try:
+            (begun or self._begin(step, parts)).result()
+            distributed.barrier(f"checkpoint {step} is written")
+            if distributed.index() == 0:
+                self._seal(here, parts, record, keep)
+                self._remove_old()
+            distributed.barrier(f"checkpoint {step} is whole")
         except BaseException as error:  # for the thread that asks next
             self._error = error
-        else:
-            self._remove_old()
+
+    def _seal(self, here: Path, parts: dict[str, Any], record: dict, keep: bool) -> None:
+        """Write the manifest, which makes the files of a checkpoint one."""
+        files = sorted(p for p in (here / "arrays").rglob("*") if p.is_file())
+        manifest = {
+            "keep": keep,
+            "record": record,
+            "arrays": _describe(parts),
+            "files": [[str(p.relative_to(here)), *_size_and_crc(p)] for p in files],
+        }
+        atomic.write_json(here / MANIFEST, manifest)
 
     def _remove_old(self) -> None:
         steps = self.steps()

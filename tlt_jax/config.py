@@ -19,6 +19,8 @@ from tlt_jax.rl.policy import PolicyConfig
 from tlt_jax.rl.reward_config import RewardConfig
 from tlt_jax.rl.rollout import RolloutConfig
 from tlt_jax.rl.warm_up import WarmUpConfig
+from tlt_jax.sharding.distributed import DistributedConfig
+from tlt_jax.sharding.mesh import MeshConfig
 
 SCHEDULES = ("fixed", "fast")
 
@@ -35,6 +37,8 @@ class Config:
     evaluation: EvaluationConfig = EvaluationConfig()
     warm_up: WarmUpConfig = WarmUpConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    mesh: MeshConfig = MeshConfig()
+    distributed: DistributedConfig = DistributedConfig()
     schedule: str = "fixed"  # or "fast": decisions by the clock, content equal up to ties
     logger: str = ""  # or "tensorboard", "wandb": a copy of metrics.jsonl for a dashboard
     seed: int = 0  # of the sampling noise and of random weights; data has its own

@@ -5,7 +5,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,11 @@ from tlt_jax import atomic
 
 MAX_BUFFERED = 1000
 RUN_START = "run_start"
+
+
+def events_file(workdir: Path, process: int) -> Path:
+    """Where a process of a run writes its spans."""
+    return workdir / ("events.jsonl" if process == 0 else f"events.{process}.jsonl")
 
 
 class EventLog:
@@ -99,40 +105,49 @@ def _plain_number(value):
     raise TypeError(f"event field {value!r} of type {type(value).__name__} is no JSON value")
 
 
-def read_events(path: str | os.PathLike) -> list[dict]:
-    """Read an event file, with t0 and t1 of all openings in seconds since the first one.
+def read_events(*paths: str | os.PathLike) -> list[dict]:
+    """Read event files, one per process, with t0 and t1 in seconds since the earliest opening.
 
-    A last line without line end (a crash tore it) is left out; any other line that is no event
-    raises ValueError with its number.
+    Each event also gets `process`, the place of its file among `paths`. A last line without line
+    end (a crash tore it) is left out; any other line that is no event raises ValueError with its
+    number.
     """
-    events, shift, first = [], 0.0, None
-    with open(path, encoding="utf-8", newline="\n") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith("\n"):
-                break
-            try:
-                event = json.loads(line)
-                if event["name"] == RUN_START:
-                    first = event["fields"]["unix"] if first is None else first
-                    shift = event["fields"]["unix"] - first
-                events.append(event | {"t0": event["t0"] + shift, "t1": event["t1"] + shift})
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}:{number}: not an event line ({error!r})") from error
-    return events
+    events, openings = [], []
+    for process, path in enumerate(paths):
+        shift = 0.0
+        with open(path, encoding="utf-8", newline="\n") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith("\n"):
+                    break
+                try:
+                    event = json.loads(line)
+                    if event["name"] == RUN_START:
+                        shift = event["fields"]["unix"]
+                        openings.append(shift)
+                    times = {"t0": event["t0"] + shift, "t1": event["t1"] + shift}
+                    events.append(event | times | {"process": process})
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{path}:{number}: not an event line ({error!r})") from error
+    zero = min(openings, default=0.0)
+    return [e | {"t0": e["t0"] - zero, "t1": e["t1"] - zero} for e in events]
 
 
-def to_chrome_trace(events_path: str | os.PathLike, out_path: str | os.PathLike) -> None:
-    """Write the spans of an event file as Chrome trace JSON, which ui.perfetto.dev opens.
+def to_chrome_trace(events_paths: Sequence[str | os.PathLike], out_path: str | os.PathLike) -> None:
+    """Write the spans of event files, one per process, as Chrome trace JSON, which ui.perfetto.dev
+    opens.
 
     Spans with a `worker` field share that worker's row, others their thread's; where spans of one
     row overlap without nesting (asynchronous work) the row is split, as the format demands.
     """
     trace: list[dict] = []
     rows: dict[tuple[int, str], list[dict]] = {}
-    for event in read_events(events_path):
+    for event in read_events(*events_paths):
         worker = event["fields"].get("worker")
         name = event["thread"] if worker is None else f"worker {worker}"
-        rows.setdefault((event["pid"], name), []).append(event)
+        rows.setdefault((event["process"], name), []).append(event)
+    for process in range(len(events_paths)):
+        name = {"name": f"process {process}"}
+        trace.append({"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": name})
     for (pid, name), events in sorted(rows.items()):
         for lane in _nested_lanes(events):
             tid = len(trace)

@@ -40,6 +40,11 @@ KEYS: dict[str, str] = {
     "content/eval_pass_at_k": "chance that one of evaluation.k samples is correct, unbiased",
     "pace/step_seconds": "wall-clock seconds of the whole step",
     "pace/rollout_seconds": "seconds until the last response was sampled",
+    "pace/idle_share": "share of rollout_seconds in which a slice had nothing to decode, mean",
+    "pace/idle_share/*": "the same of the slice with that number",
+    "pace/tail_share": "share of rollout_seconds after the first slice had nothing to decode",
+    "pace/moved_responses": "responses started by another process than a fixed schedule's",
+    "pace/barrier_seconds": "seconds that this process waited for others between its own work",
     "pace/update_seconds": "seconds of the policy update",
     "pace/reward_wait_seconds": "seconds waited for gradings after the last response",
     "pace/rollout_tokens_per_second": "response tokens / rollout_seconds",
@@ -54,7 +59,8 @@ KEYS: dict[str, str] = {
     "pace/eval_seconds": "seconds of the held-out evaluation (evaluation steps)",
 }
 EVALUATION_KEYS = frozenset(key for key in KEYS if key.split("/")[1].startswith("eval_"))
-STEP_KEYS = frozenset(KEYS) - EVALUATION_KEYS
+NUMBERED_KEYS = frozenset(key for key in KEYS if key.endswith("/*"))  # any number in place of *
+STEP_KEYS = frozenset(KEYS) - EVALUATION_KEYS - NUMBERED_KEYS
 
 
 class MetricsWriter:
@@ -78,13 +84,16 @@ class MetricsWriter:
         not finite. A pace value that is not finite is written as null (a rate over no time).
         """
         keys = set(values)
-        if unknown := sorted(keys - set(KEYS)):
+        numbered = {key for key in keys if key not in KEYS and _template(key) in NUMBERED_KEYS}
+        if unknown := sorted(keys - (set(KEYS) - NUMBERED_KEYS) - numbered):
             raise ValueError(f"unknown metric {unknown[0]!r}; add it to KEYS in tlt_jax/metrics.py")
         if keys != EVALUATION_KEYS | {"content/step"}:
             wanted = STEP_KEYS | (EVALUATION_KEYS if keys & EVALUATION_KEYS else set())
             if missing := sorted(wanted - keys):
                 raise ValueError(f"the metrics line lacks {', '.join(missing)}")
-        line = {key: _number(key, values[key]) for key in KEYS if key in keys}
+        order = list(KEYS)
+        ordered = sorted(keys, key=lambda key: (order.index(_template(key)), key))
+        line = {key: _number(key, values[key]) for key in ordered}
         self._file.append(json.dumps(line, allow_nan=False) + "\n", sync=True)
 
     def close(self) -> None:
@@ -101,6 +110,12 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
     """The lines of a metrics file; a last one without line end (a crash tore it) is left out."""
     with open(path, encoding="utf-8", newline="\n") as file:
         return [json.loads(line) for line in file if line.endswith("\n")]
+
+
+def _template(key: str) -> str:
+    """The name in KEYS: "a/b/*" of "a/b/3"."""
+    head, _, last = key.rpartition("/")
+    return f"{head}/*" if last.isdecimal() else key
 
 
 def _number(key: str, value) -> int | float | None:

@@ -2,8 +2,8 @@
 
     python -m tests.rl.killed_run POINT --config=… --workdir=… [--config.…]
 
-POINT is one of POINTS, or `never`. Functions of the run are wrapped from outside, so that the code
-under test knows nothing of this.
+POINT is one of POINTS, or `never`; POINT@N kills process N of several. Functions of the run are
+wrapped from outside, so that the code under test knows nothing of this.
 """
 
 import functools
@@ -20,9 +20,10 @@ from experiments import main
 from tlt_jax import atomic, checkpoint
 from tlt_jax.atomic import LineFile
 from tlt_jax.models import hf
-from tlt_jax.rl import evaluate, loop, policy_trainer
+from tlt_jax.rl import evaluate, loop, policy_trainer, run
 from tlt_jax.rl.rewards import RewardPool
 from tlt_jax.rl.run import Run
+from tlt_jax.sharding.distributed import INDEX
 from tlt_jax.spec.session import Session
 
 
@@ -81,7 +82,7 @@ POINTS: dict[str, Callable[[], None]] = {
     "in grading": lambda: kill_at(RewardPool, "submit", 40),
     "waiting for rewards": lambda: kill_at(RewardPool, "drain", 5),
     "in an update": lambda: kill_at(loop.PolicyTrainer, "gradient", 24, after=True),
-    "before publishing": lambda: kill_at(loop, "publish", 4),
+    "before publishing": lambda: kill_at(run, "publish", 4),
     "in a metrics line": lambda: tear_line(4),
     "between metrics line and checkpoint": lambda: kill_at(Run, "save", 3),
     "as a checkpoint starts": lambda: kill_at(
@@ -99,6 +100,8 @@ POINTS: dict[str, Callable[[], None]] = {
 }
 
 if __name__ == "__main__":
-    POINTS[sys.argv.pop(1)]()
+    point, _, process = sys.argv.pop(1).partition("@")
+    if process in ("", os.environ.get(INDEX)):
+        POINTS[point]()
     flags.mark_flags_as_required(["config", "workdir"])
     app.run(main.main, flags_parser=main.parse_flags)

@@ -13,7 +13,7 @@ from tlt_jax.rl import run as run_module
 from tlt_jax.rl.data import Prompt
 from tlt_jax.rl.dynamic_sampling import DynamicSampling, informative
 from tlt_jax.rl.rewards import Score
-from tlt_jax.spec.session import Session
+from tlt_jax.rl.workers import Decoding
 
 SAMPLES, WANTED = 3, 4
 
@@ -118,12 +118,14 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dynamic")
 
     added_live = {}  # by run: whether rows were live when prompts were added
-    add = Session.add
+    queued, decoding = Decoding.queued, []
 
-    def spied(self, groups):
-        if groups:
-            added_live.setdefault(current[0], []).append(self.live > 0)
-        add(self, groups)
+    def spied(self, share):
+        if self in decoding:  # not the first prompts of a rollout
+            live = any(session.live for session in self.sessions)
+            added_live.setdefault(current[0], []).append(live)
+        decoding.append(self)
+        queued(self, share)
 
     def run(name, **changes):
         (folder / name).mkdir()
@@ -140,7 +142,7 @@ def runs(tmp_path_factory):
 
     dynamic, current = {"algorithm.name": "dapo"}, [""]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "add", spied)
+        patch.setattr(Decoding, "queued", spied)
         patch.setattr(run_module, "RewardPool", Immediate)
         return {
             "plain": run("plain"),

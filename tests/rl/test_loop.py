@@ -1,7 +1,6 @@
 """The whole loop on the tiny model: what is identical to what, and what stops it."""
 
 import dataclasses
-import functools
 import json
 
 import jax
@@ -17,6 +16,8 @@ from tlt_jax.models import hf, transformer
 from tlt_jax.rl import loop
 from tlt_jax.rl import run as runs
 from tlt_jax.rl.policy_trainer import NonFiniteError
+
+STEP_KEYS = metrics.STEP_KEYS | {"pace/idle_share/0"}
 
 
 class Silent:
@@ -65,8 +66,8 @@ def test_a_run_leaves_metrics_events_and_a_policy(base):
     summary, progress, folder = base
     lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["content/step"] for line in lines] == [0, 1, 2]
-    assert set(lines[1]) == metrics.STEP_KEYS
-    assert set(lines[2]) == metrics.STEP_KEYS | metrics.EVALUATION_KEYS  # the last step evaluates
+    assert set(lines[1]) == STEP_KEYS
+    assert set(lines[2]) == STEP_KEYS | metrics.EVALUATION_KEYS  # the last step evaluates
     events = read_events(folder / "events.jsonl")
     # Evaluation and step 1 read version 0, step 2 version 1, the last evaluation version 2.
     versions = [e["fields"]["version"] for e in events if e["name"] == "rollout"]
@@ -101,6 +102,14 @@ def test_evaluating_more_often_does_not_change_training(base, tmp_path):
         assert {k: v for k, v in a.items() if k not in drop} == {
             k: v for k, v in b.items() if k not in drop
         }
+
+
+def test_not_evaluating_at_all_does_not_change_training(base, tmp_path):
+    never, _ = run(tmp_path / "never", **{"evaluation.prompts": 0})
+    steps = [line for line in content(base[0].lines) if "content/loss" in line]
+    assert len(base[0].lines) == len(steps) + 1  # and the evaluation before the first step
+    trained = [{k: v for k, v in a.items() if k not in metrics.EVALUATION_KEYS} for a in steps]
+    assert content(never.lines) == trained
 
 
 def test_failing_gradings_are_masked_out_and_counted(tmp_path):
@@ -156,7 +165,7 @@ def test_a_line_of_a_file_without_an_answer_is_refused_before_the_warm_up(tmp_pa
     file.write_text(file.read_text().replace('"what?"', '"2 + 2 = ", "answer": "4"'))
     summary = loop.train(config, tmp_path, Silent())
     # No held-out prompts, so no evaluation: neither before the first step nor after the last.
-    assert [set(line) for line in summary.lines] == [metrics.STEP_KEYS] * 2
+    assert [set(line) for line in summary.lines] == [STEP_KEYS] * 2
 
 
 def test_a_nan_weight_stops_the_run_before_anything_is_learnt(tmp_path, monkeypatch):
@@ -181,19 +190,6 @@ def test_a_nan_gradient_names_the_step_and_what_is_left(tmp_path, monkeypatch):
         NonFiniteError, match=r"RL step 1: .*last good weights are those it started"
     ):
         run(tmp_path / "nan", **{"warm_up.steps": 0})
-
-
-def test_publishing_copies_so_that_an_update_cannot_delete_what_a_rollout_reads():
-    config = smoke()
-    found = runs.policy.load(config.policy, jax.random.key(0))
-    layout = functools.partial(transformer.decode_layout, found.model)
-    published = loop.publish(layout, found.params, version=3)
-    donate = jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)
-    before = np.array(published.params["embed"])
-    donate(found.params)
-    assert found.params["embed"].is_deleted()
-    np.testing.assert_array_equal(published.params["embed"], before)
-    assert published.version == 3
 
 
 def test_stale_published_weights_raise_an_alarm(tmp_path, monkeypatch):

@@ -67,7 +67,7 @@ def reference(tmp_path_factory):
     "owner, name, nth",
     [
         (PolicyTrainer, "gradient", 24),  # in the update of step 4; 20 are the warm-up's
-        (loop, "publish", 4),  # after the update of step 3
+        (runs, "publish", 4),  # after the update of step 3
         (runs.Run, "record", 5),  # after the last step, before its line
         (hf, "save", 1),
     ],
@@ -98,7 +98,7 @@ def test_a_reference_policy_and_several_steps_per_rollout_resume(tmp_path, monke
         "steps": 3,
     }
     train(tmp_path / "whole", **settings)
-    interrupted(tmp_path / "cut", monkeypatch, loop, "publish", 4, **settings)
+    interrupted(tmp_path / "cut", monkeypatch, runs, "publish", 4, **settings)
     train(tmp_path / "cut", **settings)
     assert outcome(tmp_path / "cut") == outcome(tmp_path / "whole")
     lines, _ = outcome(tmp_path / "cut")
@@ -121,7 +121,7 @@ def test_more_steps_go_on_with_a_finished_run(reference, tmp_path):
 @pytest.mark.parametrize("forgotten", ["optimizer", "draws"])
 def test_forgetting_part_of_the_state_shows(reference, tmp_path, monkeypatch, forgotten):
     """Each part that is saved matters: a resume that restarts it ends elsewhere."""
-    interrupted(tmp_path / "run", monkeypatch, loop, "publish", 4)
+    interrupted(tmp_path / "run", monkeypatch, runs, "publish", 4)
     with monkeypatch.context() as patch:
         if forgotten == "optimizer":
             restore = runs.Checkpoints.restore
@@ -146,15 +146,15 @@ def test_forgetting_part_of_the_state_shows(reference, tmp_path, monkeypatch, fo
 def test_after_a_resume_the_published_weights_are_the_restored_ones(
     reference, tmp_path, monkeypatch
 ):
-    interrupted(tmp_path / "run", monkeypatch, loop, "publish", 4)
+    interrupted(tmp_path / "run", monkeypatch, runs, "publish", 4)
     seen = []
-    publish = loop.publish
+    publish = runs.publish
 
-    def spied(layout, params, version):
+    def spied(mesh, layout, params, version):
         seen.append((version, np.array(params["embed"])))
-        return publish(layout, params, version)
+        return publish(mesh, layout, params, version)
 
-    monkeypatch.setattr(loop, "publish", spied)
+    monkeypatch.setattr(runs, "publish", spied)
     train(tmp_path / "run")
     checkpoints = runs.Checkpoints(tmp_path / "run" / "checkpoints", smoke().checkpoint)
     assert [version for version, _ in seen] == [2, 3, 4]
@@ -193,7 +193,7 @@ def test_a_run_without_checkpoints_has_none(tmp_path):
 
 
 def test_a_run_starts_from_the_weights_of_another(reference, tmp_path, monkeypatch):
-    interrupted(tmp_path / "cut", monkeypatch, loop, "publish", 4)
+    interrupted(tmp_path / "cut", monkeypatch, runs, "publish", 4)
     key = runs.jax.random.key(0)
 
     def weights(path):

@@ -10,6 +10,7 @@ import pytest
 
 from tests.spec import tiny
 from tlt_jax.models import transformer
+from tlt_jax.sharding.mesh import single_device_mesh, slice_mesh
 from tlt_jax.spec import noise
 from tlt_jax.spec import state as states
 from tlt_jax.spec.engine import Engine, EngineConfig
@@ -159,7 +160,8 @@ def test_both_layouts_and_another_device_give_the_same_tokens(engine, model):
     stacked = {**unstacked, "layers": layers}
     two = engine.generate(stacked, prompts, sampling=sampling)
     shapes = dataclasses.replace(SHAPES, batch_buckets=(2,), cache_buckets=(32,))
-    elsewhere = Engine(config, shapes, tiny.EOS, device=jax.devices()[3])
+    mesh = slice_mesh(single_device_mesh(jax.devices()[3]), 0)
+    elsewhere = Engine(config, shapes, tiny.EOS, mesh)
     three = elsewhere.generate(unstacked, prompts, sampling=sampling)
     tokens = [[r.tokens.tolist() for g in run for r in g] for run in (one, two, three)]
     assert tokens[0] == tokens[1] == tokens[2]

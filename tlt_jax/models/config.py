@@ -91,3 +91,18 @@ class ModelConfig:
         norms = 2 * c.width + 2 * c.head_dim * c.qk_norm
         vocab = c.vocab_size * c.width * (1 if c.tied else 2)
         return c.num_layers * (attn + bias + mlp + norms) + vocab + c.width
+
+    def check_split(self, *, tensor: int = 1, data: int = 1):
+        """Raise ValueError for a size that cannot be split evenly: heads, mlp and vocabulary over
+        `tensor` devices, the width of training weights over `data`."""
+        for name in ("num_heads", "num_kv_heads", "mlp_width", "vocab_size"):
+            if getattr(self, name) % tensor:
+                raise ValueError(
+                    f"mesh.tensor={tensor} does not divide the model's {name}="
+                    f"{getattr(self, name)}; choose a divisor of it"
+                )
+        if self.width % data:
+            raise ValueError(
+                f"mesh.slices times mesh.fsdp, {data}, does not divide the model's width="
+                f"{self.width}, over which training weights are split; choose a divisor of it"
+            )

@@ -7,6 +7,7 @@ layer, unrolled) is what decodes: a layer's slice of a stacked array would be co
 """
 
 import functools
+from collections.abc import Callable
 
 import flax.linen as nn
 import flax.struct
@@ -81,10 +82,12 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, final norm. `stacked` names the layout of the parameters."""
+    """Embedding, blocks, final norm. `stacked` names the layout of the parameters; `gather` is
+    applied to those of a layer when their turn comes."""
 
     config: ModelConfig
     stacked: bool = True
+    gather: Callable[[dict], dict] | None = None
 
     @nn.compact
     def __call__(self, tokens_BT, positions_BT, mask_BTT, cache: KVCache | None = None, taps=()):
@@ -100,6 +103,8 @@ class Transformer(nn.Module):
         seen = [x_BTD]
 
         def run(x_BTD, layer, cached):
+            if self.gather is not None:
+                layer = self.gather(layer)
             return block.apply({"params": layer}, x_BTD, cos_sin, mask_BTT, cached)
 
         if self.stacked:
@@ -155,16 +160,20 @@ def init(config: ModelConfig, key: jax.Array) -> dict:
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
-def forward(config, params, tokens_BT, positions_BT, mask_BTT, cache=None, taps=()) -> Output:
+def forward(
+    config, params, tokens_BT, positions_BT, mask_BTT, cache=None, taps=(), gather=None
+) -> Output:
     """Run the transformer on T new tokens per row.
 
     mask_BTT: boolean, which of the new tokens each sees (`layers.causal_mask`; an ancestor mask
     for draft trees). cache: the row's earlier tokens, read only; new keys and values come back in
     `Output.kv` for the caller to commit. taps: which hidden states to return as features, counted
     as Hugging Face counts `hidden_states`: 0 is the embedding, i the stream after block i, and
-    `num_layers` the last one after the final norm. Both parameter layouts are taken.
+    `num_layers` the last one after the final norm. Both parameter layouts are taken. gather: a
+    function of one layer's parameters, applied just before they are used, in the backward pass
+    again: where they are split over devices it brings them together, one layer at a time.
     """
-    model = Transformer(config, stacked=isinstance(params["layers"], dict))
+    model = Transformer(config, stacked=isinstance(params["layers"], dict), gather=gather)
     return model.apply({"params": params}, tokens_BT, positions_BT, mask_BTT, cache, taps)
 
 

@@ -12,17 +12,16 @@ import jax
 import numpy as np
 
 from tlt_jax.config import Config
-from tlt_jax.models import hf
 from tlt_jax.rl import evaluate
 from tlt_jax.rl.dynamic_sampling import DynamicSampling
 from tlt_jax.rl.judged import Judged
 from tlt_jax.rl.packing import Sample
-from tlt_jax.rl.policy import FINAL
 from tlt_jax.rl.policy_trainer import NonFiniteError, PolicyTrainer
 from tlt_jax.rl.rewards import count_statuses, require_some_ok
-from tlt_jax.rl.rollout import Rollout, rollout
+from tlt_jax.rl.rollout import Rollout
 from tlt_jax.rl.run import Progress, Run, peak_memory_gb
-from tlt_jax.sharding.publish import Published, publish
+from tlt_jax.sharding import distributed
+from tlt_jax.sharding.publish import Published
 
 GAP_ALARM = 0.01  # share of tokens whose two probabilities may differ by more than 10 %
 
@@ -35,6 +34,8 @@ class Summary:
     seconds: float
     compile_seconds: float
     program_table: str
+    weights: str  # hash of the published weights, the same in every process
+    trained_tokens: list[int]  # response tokens that the devices of each process trained on
 
 
 def train(config: Config, workdir: Path, progress: Progress) -> Summary:
@@ -51,7 +52,7 @@ def train(config: Config, workdir: Path, progress: Progress) -> Summary:
         run.load_graders()
         run.reopen()
         trainer, done = run.start()
-        published = publish(run.layout, trainer.state.params, done)
+        published = run.publish(trainer, done)
         if run.saved is None:
             if run.held_out:
                 run.record({"content/step": 0, **_evaluation(run, published)})
@@ -65,11 +66,15 @@ def train(config: Config, workdir: Path, progress: Progress) -> Summary:
                 run.save(trainer, step)
         run.checkpoints.wait()
         with run.events.span("save policy"):
-            params = jax.device_get(trainer.state.params)
-            hf.save(workdir / FINAL, run.policy.model, params, tokenizer=run.policy.tokenizer)
-        run.finish()
+            run.save_policy(trainer)
+        weights, tokens = run.finish(published, trainer)
         return Summary(
-            run.lines, time.monotonic() - began, run.compiling.seconds, run.engine.pool.table()
+            run.lines,
+            time.monotonic() - began,
+            run.compiling.seconds,
+            run.workers.table(),
+            weights,
+            tokens,
         )
     finally:
         run.close()
@@ -82,13 +87,13 @@ def _step(run: Run, trainer: PolicyTrainer, published: Published, step: int) -> 
     judged = _judged_rollout(run, published, step)
     require_some_ok(judged.scores, step)
 
+    met = run.meet(f"update {step}")
     updating = events.now()
     with events.span("update"):
         samples = _samples(run, trainer, judged)
         update = _update(run, trainer, samples, step)
     update_seconds = events.now() - updating
-    with events.span("publish", version=step):
-        published = publish(run.layout, trainer.state.params, step)
+    published = run.publish(trainer, step)
     due = step % config.evaluation.every == 0 or step == config.steps
     evaluation = _evaluation(run, published) if due else {}
     run.record(
@@ -96,6 +101,7 @@ def _step(run: Run, trainer: PolicyTrainer, published: Published, step: int) -> 
             "content/step": step,
             **_content(judged, samples, update),
             "pace/update_seconds": update_seconds,
+            "pace/barrier_seconds": judged.rollout.barrier_seconds + met,
             "pace/logprob_gap_mean": update["logp_gap_mean"],
             "pace/logprob_gap_max": update["logp_gap_max"],
             "pace/logprob_gap_outside": update["logp_gap_outside"],
@@ -123,7 +129,7 @@ def _judged_rollout(run: Run, published: Published, step: int) -> Judged:
         config.rollout.sampling(),
         f"step {step}",
         more=sampler.more,
-        eager=config.schedule == "fast",
+        history=run.history,
     )
     scores = {(g.prompt.draw, g.response.member): g.score for g in done.graded}
     return Judged.of(done, sampler.chosen(scores))
@@ -206,6 +212,10 @@ def _rollout_pace(judged: Judged) -> dict:
     tokens = sum(len(g.response.tokens) for g in rollout.graded)
     return {
         "pace/rollout_seconds": rollout.seconds,
+        "pace/idle_share": np.mean(rollout.idle_shares),
+        **{f"pace/idle_share/{i}": share for i, share in enumerate(rollout.idle_shares)},
+        "pace/tail_share": rollout.tail_share,
+        "pace/moved_responses": rollout.moved,
         "pace/reward_wait_seconds": rollout.reward_wait_seconds,
         "pace/rollout_tokens_per_second": tokens / rollout.seconds,
         "pace/reward_errors": statuses["error"],
@@ -230,21 +240,15 @@ def _evaluation(run: Run, published: Published) -> dict:
 
 
 def _rollout(
-    run: Run, published, prompts, samples: int, sampling, what: str, **topping_up
+    run: Run, published: Published, prompts, samples: int, sampling, what: str, **options
 ) -> Rollout:
-    run.progress.start(what, len(prompts) * samples)
+    run.progress.start(what, len(prompts) * samples // distributed.count())
     with run.events.span("rollout", version=published.version):
-        return rollout(
-            run.engine,
-            published.params,
+        return run.sampler.rollout(
+            [published.view(i) for i in run.slices],
             prompts,
             samples=samples,
             sampling=sampling,
-            run_key=run.run_key,
-            tokenizer=run.policy.tokenizer,
-            grader_of=run.config.reward.grader_of,
-            pool=run.pool,
-            events=run.events,
             on_finish=run.progress.advance,
-            **topping_up,
+            **options,
         )

@@ -7,6 +7,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
+
+from tlt_jax.sharding.rules import TRAINING, constrain
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -85,19 +88,23 @@ def optimizer(config: TrainerConfig) -> optax.GradientTransformation:
     )
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def init_optimizer(config: TrainerConfig, params: dict) -> tuple:
-    """The optimizer's state before the first update."""
-    return optimizer(config).init(params)
+@functools.partial(jax.jit, static_argnames=("config", "mesh"))
+def init_optimizer(config: TrainerConfig, params: dict, mesh: Mesh | None = None) -> tuple:
+    """The optimizer's state before the first update; split over a mesh as `TRAINING` says."""
+    state = optimizer(config).init(params)
+    return state if mesh is None else constrain(mesh, TRAINING, state)
 
 
 global_norm = jax.jit(optax.tree.norm)
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
-def apply_gradient(config: TrainerConfig, state: TrainState, grads: dict, norm) -> TrainState:
+@functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames="state")
+def apply_gradient(
+    config: TrainerConfig, state: TrainState, grads: dict, norm, mesh: Mesh
+) -> TrainState:
     """One AdamW step with `grads`, scaled down where their global norm exceeds `clip_norm`."""
     scale = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-30))
     grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
     updates, opt_state = optimizer(config).update(grads, state.opt_state, state.params)
-    return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
+    state = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
+    return constrain(mesh, TRAINING, state)

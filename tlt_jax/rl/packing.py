@@ -12,6 +12,7 @@ work in place of 416, and the same gradient.
 import dataclasses
 
 import flax.struct
+import jax
 import numpy as np
 
 OPTIONAL = ("old_logp", "reference_logp")  # log-probs that all samples of an update have, or none
@@ -155,13 +156,20 @@ def mini_batches(samples: list[Sample], count: int) -> list[list[Sample]]:
 
 
 def pack(
-    samples: list[Sample], shape: BatchShape, *, packed: bool, weights: np.ndarray | None = None
+    samples: list[Sample],
+    shape: BatchShape,
+    *,
+    packed: bool,
+    weights: np.ndarray | None = None,
+    shards: int = 1,
 ) -> list[PackedBatch]:
-    """Samples in micro-batches of `shape`; the last one is filled with empty rows.
+    """Samples in micro-batches of `shape`; what is not full is filled with empty rows.
 
     packed: several samples share a row (attention is cut by `segments`), those of one group also
     their prompt; else one per row, in order. weights: of each token of a sample in the loss, one
-    number per sample; 0 where there is no loss. Raises ValueError for a sample longer than a row.
+    number per sample; 0 where there is no loss. shards: devices that compute as many micro-batches
+    at once (`side_by_side`); rows are dealt to them in turn, so that each has its share.
+    Raises ValueError for a sample longer than a row.
     """
     weights = np.zeros(len(samples)) if weights is None else weights
     sizes = [s.tokens for s in samples]
@@ -180,8 +188,12 @@ def pack(
         together = [sizes[b[0]] + sum(len(samples[i].response) for i in b[1:]) for b in parts]
         fitted = first_fit_decreasing(together, shape.length)
         rows = [[parts[p] for p in row] for row in fitted]
-    starts = range(0, len(rows), shape.rows)
-    return [_batch(samples, weights, rows[start : start + shape.rows], shape) for start in starts]
+    if shards == 1:
+        parts = [rows[i : i + shape.rows] for i in range(0, len(rows), shape.rows)]
+    else:
+        count = -(-len(rows) // (shape.rows * shards)) * shards
+        parts = [rows[i::count] for i in range(count)]
+    return [_batch(samples, weights, part, shape) for part in parts]
 
 
 def _batch(
@@ -232,6 +244,15 @@ def _batch(
     fields = dict.fromkeys(OPTIONAL) | {name: padded(name) for name in scored}
     count = np.int32(count)
     return PackedBatch(tokens, positions, segments, prefixes, count=count, **fields)
+
+
+def side_by_side(batches: list[PackedBatch], shards: int) -> list[PackedBatch]:
+    """Micro-batches for `shards` devices at once (as `pack` makes them): every array gets an axis
+    of that size in front. For one device they stay as they are."""
+    if shards == 1:
+        return batches
+    starts = range(0, len(batches), shards)
+    return [jax.tree.map(lambda *x: np.stack(x), *batches[i : i + shards]) for i in starts]
 
 
 def unpack(batches: list[PackedBatch], values: list[np.ndarray], samples: int) -> list[np.ndarray]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import json
 import resource
 import shutil
@@ -18,24 +19,31 @@ from tlt_jax import atomic
 from tlt_jax.checkpoint import CheckpointError, Checkpoints
 from tlt_jax.compile_clock import CompileClock
 from tlt_jax.config import Config, differences, to_dict
-from tlt_jax.events import EventLog, to_chrome_trace
+from tlt_jax.events import EventLog, events_file, to_chrome_trace
 from tlt_jax.loggers import make_logger
 from tlt_jax.metrics import MetricsWriter, read_metrics
-from tlt_jax.models import hf_config, transformer
+from tlt_jax.models import hf, hf_config, transformer
 from tlt_jax.rl import policy
 from tlt_jax.rl.data import load_prompts
 from tlt_jax.rl.evaluate import held_out_prompts
+from tlt_jax.rl.length_history import LengthHistory
 from tlt_jax.rl.packing import BatchShape
 from tlt_jax.rl.policy_trainer import PolicyTrainer, TrainState
 from tlt_jax.rl.prompt_stream import PromptStream, fingerprint
 from tlt_jax.rl.rewards import RewardPool
+from tlt_jax.rl.rollout import Sampler
 from tlt_jax.rl.warm_up import SUPERVISED, supervised_samples, warm_up
+from tlt_jax.rl.workers import Workers
+from tlt_jax.sharding import distributed
+from tlt_jax.sharding.mesh import data_shards, local_slices, make_mesh, slice_mesh
+from tlt_jax.sharding.publish import Published, publish
 from tlt_jax.spec import noise
 from tlt_jax.spec.engine import Engine
 
 PACKED_ROW_TOKENS = 256  # longer rows save little: attention is computed over the whole row
-METRICS, EVENTS, TRACE, DONE = "metrics.jsonl", "events.jsonl", "trace.json", "DONE"
-MAY_CHANGE = ("steps", "checkpoint", "logger")  # settings that a resumed run may change
+METRICS, TRACE, DONE = "metrics.jsonl", "trace.json", "DONE"
+# Settings that a resumed run may change. Another mesh gives the same content up to rounding.
+MAY_CHANGE = ("steps", "checkpoint", "logger", "mesh", "distributed")
 
 
 class Progress(Protocol):
@@ -79,8 +87,22 @@ class Run:
         self.stream = PromptStream(self.data.train, seed=config.data.seed, domain=noise.TRAIN)
         self.held_out = held_out_prompts(self.data, config.evaluation.prompts)
         longest = max(len(e.ids) for e in (*self.data.train, *self.data.held_out))
-        self.engine = Engine(
-            self.policy.model, config.rollout.engine_config(longest), self.policy.tokenizer.eos_ids
+        self.mesh = make_mesh(config.mesh)
+        self.policy.model.check_split(tensor=config.mesh.tensor, data=data_shards(self.mesh))
+        self.slices = local_slices(self.mesh)
+        shapes = config.rollout.engine_config(longest, config.mesh.fsdp)
+        self.workers = Workers(
+            [
+                Engine(
+                    self.policy.model,
+                    shapes,
+                    self.policy.tokenizer.eos_ids,
+                    slice_mesh(self.mesh, i),
+                )
+                for i in self.slices
+            ],
+            first=self.slices[0],
+            total=config.mesh.slices,
         )
         # A training row holds the longest sample, or a whole group where that is still short.
         rollouts = config.rollout
@@ -102,15 +124,29 @@ class Run:
                 )
             self.run_key = jax.random.wrap_key_data(np.array(record["run_key"], np.uint32))
         self.reference: dict | None = None  # weights of the policy that a KL is taken to
-        # From here on files are open and, last, processes run.
+        self.history: LengthHistory | None = None
+        if config.rollout.longest_first:
+            self.history = LengthHistory(self.saved and self.saved.record["lengths"])
+        # From here on files are open and, last, processes run. One process keeps the records.
+        self.leads = distributed.index() == 0
         first = 0 if self.saved is None else self.saved.step + 1
-        self.logger = make_logger(config.logger, workdir, to_dict(config), first)
-        self.metrics = MetricsWriter(workdir / METRICS, position)
-        self.lines = read_metrics(workdir / METRICS)
-        self.events = EventLog(workdir / EVENTS)
+        logger = config.logger if self.leads else ""
+        self.logger = make_logger(logger, workdir, to_dict(config), first)
+        self.metrics = MetricsWriter(workdir / METRICS, position) if self.leads else None
+        self.lines = read_metrics(workdir / METRICS) if self.leads else []
+        self.events = EventLog(events_file(workdir, distributed.index()))
         self.compiling = CompileClock()
         reward = config.reward
         self.pool = RewardPool(reward.num_workers, reward.spare_workers, reward.deadline_s)
+        self.sampler = Sampler(
+            self.workers,
+            run_key=self.run_key,
+            tokenizer=self.policy.tokenizer,
+            grader_of=reward.grader_of,
+            pool=self.pool,
+            events=self.events,
+            fixed=config.schedule == "fixed",
+        )
 
     def _check(self, longest: int):
         """Refuse now what would stop the run later, after work that would be lost."""
@@ -161,6 +197,7 @@ class Run:
             samples=self.per_step,
             max_new_tokens=self.config.rollout.max_new_tokens,
             temperature=self.config.rollout.temperature,
+            mesh=self.mesh,
         )
 
     def _warmed_up(self) -> dict:
@@ -183,16 +220,31 @@ class Run:
             row_tokens=longest,
             samples=warm.batch,
             max_new_tokens=max(len(s.response) for s in samples),
+            mesh=self.mesh,
         )
         self.progress.start("warm-up", warm.steps)
         with self.events.span("warm-up"):
             warm_up(teacher, samples, warm, self.progress.advance)
         return teacher.state.params
 
+    def meet(self, name: str) -> float:
+        """Wait for the other processes, as a span; returns the seconds that took. Before a program
+        of all devices, whose collectives do not wait long."""
+        began = self.events.now()
+        with self.events.span("barrier"):
+            distributed.barrier(name)
+        return self.events.now() - began
+
+    def publish(self, trainer: PolicyTrainer, version: int) -> Published:
+        with self.events.span("publish", version=version):
+            return publish(self.mesh, self.layout, trainer.state.params, version)
+
     def record(self, line: dict):
         """Write the metrics line of a step, and what happened in it."""
-        self.metrics.write(line)
         self.events.flush()
+        if not self.leads:
+            return
+        self.metrics.write(line)
         self.logger.log(line)
         self.lines.append(line)
         self.progress.step(line)
@@ -207,7 +259,8 @@ class Run:
             "data": self.stream.state(),
             "held_out": fingerprint(self.held_out),
             "run_key": np.asarray(jax.random.key_data(self.run_key)).tolist(),
-            "metrics_bytes": self.metrics.position(),
+            "metrics_bytes": self.metrics.position() if self.leads else None,
+            "lengths": self.history and self.history.state(),
         }
         with self.events.span("checkpoint", step=step):
             # Step 0 is the reference policy, where there is one: it stays.
@@ -216,29 +269,53 @@ class Run:
 
     def reopen(self):
         """Take away what says that the run is finished: it had fewer steps, or was killed there."""
+        if not self.leads:
+            return
         (self.workdir / DONE).unlink(missing_ok=True)
         for folder in (self.workdir / policy.FINAL, *self.workdir.glob(f".{policy.FINAL}.*.tmp")):
             shutil.rmtree(folder, ignore_errors=True)
 
-    def finish(self):
-        """Say that nothing is left to do, once everything else is written."""
+    def save_policy(self, trainer: PolicyTrainer):
+        """Write the trained policy as a folder in the Hugging Face layout."""
+        self.meet("save policy")
+        params = trainer.host_params()
+        if self.leads:
+            folder = self.workdir / policy.FINAL
+            hf.save(folder, self.policy.model, params, tokenizer=self.policy.tokenizer)
+
+    def finish(self, published: Published, trainer: PolicyTrainer) -> tuple[str, list[int]]:
+        """Say that nothing is left to do, once everything else is written.
+
+        Returns the hash of the published weights, and how many response tokens each process's
+        devices trained on. Raises RuntimeError where processes ended with different weights.
+        """
+        mine = tree_hash(published.view(self.slices[0])), trainer.tokens_here
+        hashes, tokens = zip(*distributed.exchange("weights", mine))
+        if len(set(hashes)) > 1:
+            raise RuntimeError(f"the processes ended with different weights: {hashes}")
         self.events.flush()
-        to_chrome_trace(self.workdir / EVENTS, self.workdir / TRACE)
-        atomic.write_json(self.workdir / DONE, {"steps": self.config.steps})
+        self.meet("finish")
+        if self.leads:
+            files = [events_file(self.workdir, i) for i in range(distributed.count())]
+            to_chrome_trace(files, self.workdir / TRACE)
+            done = {"steps": self.config.steps, "weights": hashes[0]}
+            atomic.write_json(self.workdir / DONE, done)
+        return hashes[0], list(tokens)
 
     def close(self):
         """Stop the workers and close the files; a checkpoint under way is finished first.
 
         What fails here is a warning: the error that ended the run is the one to be seen.
         """
-        closing = (
+        closing = [
             self.pool.close,
             self.checkpoints.wait,
             self.logger.close,
-            self.metrics.close,
             self.events.close,
             self.compiling.close,
-        )
+        ]
+        if self.metrics is not None:
+            closing.append(self.metrics.close)
         for close in closing:
             try:
                 close()
@@ -271,6 +348,15 @@ def _saved(checkpoints: Checkpoints, config: Config) -> Saved | None:
             "raise steps, or choose another folder"
         )
     return Saved(step, record)
+
+
+def tree_hash(tree: dict) -> str:
+    """A hash of the bytes of arrays that this process can read."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        digest.update(jax.tree_util.keystr(path).encode())
+        digest.update(np.ascontiguousarray(jax.device_get(leaf)).data)
+    return digest.hexdigest()[:16]
 
 
 def finished_steps(workdir: Path) -> int | None:

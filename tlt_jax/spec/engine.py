@@ -17,9 +17,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax.models import kv_cache, layers, transformer
 from tlt_jax.models.config import ModelConfig
+from tlt_jax.sharding.mesh import FSDP, TENSOR, single_device_mesh, slice_mesh
+from tlt_jax.sharding.rules import DECODE, PREFIX, PUBLISHED, WHOLE, Rules, place, shardings
 from tlt_jax.spec import noise
 from tlt_jax.spec import round as rounds
 from tlt_jax.spec import state as states
@@ -63,10 +66,17 @@ class EngineConfig:
 
     @classmethod
     def fit(
-        cls, *, rows: int, prompt_tokens: int, new_tokens: int, shrink: int = 2, **fields
+        cls,
+        *,
+        rows: int,
+        prompt_tokens: int,
+        new_tokens: int,
+        shrink: int = 2,
+        row_multiple: int = 1,
+        **fields,
     ) -> "EngineConfig":
         """Buckets for at most `rows` rows, prompts of at most `prompt_tokens` and responses of at
-        most `new_tokens`.
+        most `new_tokens`; every number of rows is made a multiple of `row_multiple`.
 
         Batches are divided by `shrink` down to 4, then 1: on CPUs two rows cost as much as four. A
         second cache of half the size where most of the tokens are new, and never more than
@@ -85,7 +95,7 @@ class EngineConfig:
                 shrink *= 2
             batch = _shrinking(rows, shrink)
         buckets = {
-            "batch_buckets": tuple(sorted(batch)),
+            "batch_buckets": tuple(sorted({_round_up(b, row_multiple) for b in batch})),
             "cache_buckets": tuple(cache),
             "prompt_buckets": tuple(sorted({_round_up(prompt // 2, kv_cache.TILE), prompt})),
         }
@@ -93,10 +103,11 @@ class EngineConfig:
 
 
 class Engine:
-    """Compiled programs for one model on one device; holds no weights and no rows.
+    """Compiled programs for one model on one slice; holds no weights and no rows.
 
-    eos_ids: tokens that end a response, any number of them. device: where the programs run, by
-    default JAX's first.
+    eos_ids: tokens that end a response, any number of them. mesh: the devices that the programs run
+    on together, with axes fsdp (which splits rows) and tensor (`sharding.mesh.slice_mesh`); by
+    default JAX's first device alone.
     """
 
     def __init__(
@@ -104,7 +115,7 @@ class Engine:
         model: ModelConfig,
         config: EngineConfig,
         eos_ids: Sequence[int] = (),
-        device: jax.Device | None = None,
+        mesh: Mesh | None = None,
     ):
         bad = [i for i in config.taps if not 0 <= i <= model.num_layers]
         if bad:
@@ -116,7 +127,15 @@ class Engine:
                 "another tokenizer"
             )
         self.model, self.config, self.eos_ids = model, config, tuple(eos_ids)
-        self.sharding = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
+        self.mesh = slice_mesh(single_device_mesh(), 0) if mesh is None else mesh
+        model.check_split(tensor=self.mesh.shape[TENSOR])
+        fsdp = self.mesh.shape[FSDP]
+        if any(rows % fsdp for rows in config.batch_buckets):
+            raise ValueError(
+                f"fsdp={fsdp} devices of a slice share its rows, so each of batch_buckets="
+                f"{config.batch_buckets} must be a multiple of it"
+            )
+        self.sharding = NamedSharding(self.mesh, PartitionSpec())  # of what every device has whole
         self.pool = ProgramPool()
         self._structs: dict[tuple, object] = {}  # shapes of program arguments, by what they are
 
@@ -162,7 +181,7 @@ class Engine:
         """
         if isinstance(params["layers"], dict):
             params = transformer.decode_layout(self.model, params)
-        params = jax.device_put(params, self.sharding)
+        params = place(self.mesh, PUBLISHED, params)
         if jax.random.key_impl(run_key) != "threefry2x32":
             raise ValueError(
                 f"run_key is of the kind {jax.random.key_impl(run_key)}; make it with "
@@ -244,15 +263,17 @@ class Engine:
         return bucket_for(self.config.cache_buckets, room)
 
     def state_struct(self, rows: int, slots: int):
-        return self._struct("state", states.empty, self.model, rows, slots)
+        return self._struct("state", DECODE, states.empty, self.model, rows, slots)
 
-    def _struct(self, name: str, function, *static):
+    def _struct(self, name: str, rules: Rules, function, *static):
         """Shapes and placement of what `function` gives for static arguments; worked out once,
         because every dispatch asks."""
         if (name, *static) not in self._structs:
             tree = jax.eval_shape(partial(function, *static))
             self._structs[name, *static] = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding), tree
+                lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+                tree,
+                shardings(self.mesh, rules, tree),
             )
         return self._structs[name, *static]
 
@@ -268,27 +289,37 @@ class Engine:
             taps=self.config.taps,
         )
         args = (params, self.state_struct(B, S))
-        return self.pool.get(f"decode rows={B} slots={S}", function, *args, donate=(1,))
+        name, out = f"decode rows={B} slots={S}", (placement(args[1]), self.sharding)
+        return self.pool.get(name, function, *args, out=out, donate=(1,))
 
     def prefill_program(self, params, P: int, T: int):
         function, args = partial(prefill, self.model), (params, self._ints(P, T), self._ints(P))
-        return self.pool.get(f"prefill prompts={P} tokens={T}", function, *args)
+        out = placement(self._prefix_struct(P, T))
+        return self.pool.get(f"prefill prompts={P} tokens={T}", function, *args, out=out)
+
+    def _prefix_struct(self, P: int, T: int):
+        return self._struct("prefix", PREFIX, kv_cache.empty, self.model, P, T)
 
     def admit_program(self, B: int, S: int, P: int, T: int, run_key):
-        prefix = self._struct("prefix", kv_cache.empty, self.model, P, T)
-        new = self._struct("new rows", states.no_new_rows, B)
-        args = (self.state_struct(B, S), prefix, new, run_key)
+        new = self._struct("new rows", WHOLE, states.no_new_rows, B)
+        args = (self.state_struct(B, S), self._prefix_struct(P, T), new, run_key)
         name = f"admit rows={B} slots={S} prompts={P} tokens={T}"
-        return self.pool.get(name, states.admit, *args, donate=(0,))
+        return self.pool.get(name, states.admit, *args, out=placement(args[0]), donate=(0,))
 
     def resize_program(self, B: int, S: int, to_B: int, to_S: int):
         function = partial(states.take_rows, slots=to_S)
         name = f"resize {B}x{S} to {to_B}x{to_S}"
-        return self.pool.get(name, function, self.state_struct(B, S), self._ints(to_B))
+        out = placement(self.state_struct(to_B, to_S))
+        return self.pool.get(name, function, self.state_struct(B, S), self._ints(to_B), out=out)
 
     def empty_program(self, B: int, S: int):
-        function = partial(states.empty, self.model, B, S)
-        return self.pool.get(f"empty rows={B} slots={S}", function, sharding=self.sharding)
+        function, out = partial(states.empty, self.model, B, S), placement(self.state_struct(B, S))
+        return self.pool.get(f"empty rows={B} slots={S}", function, out=out)
+
+
+def placement(structs):
+    """The shardings of a tree of shapes."""
+    return jax.tree.map(lambda x: x.sharding, structs)
 
 
 def prefill(model: ModelConfig, params: dict, tokens_PT, length_P) -> kv_cache.KVCache:

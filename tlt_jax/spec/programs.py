@@ -24,13 +24,13 @@ class ProgramPool:
     def __init__(self):
         self.programs: dict[str, Program] = {}
 
-    def get(self, name: str, function, *args, sharding=None, donate=()) -> Program:
+    def get(self, name: str, function, *args, out=None, donate=()) -> Program:
         """The program `name`, compiling `function` for the shapes and placement of `args` (arrays
-        or ShapeDtypeStructs; nothing else of them is read) unless it is there. sharding: where the
-        results go, needed where no argument tells. donate: arguments whose memory is reused."""
+        or ShapeDtypeStructs; nothing else of them is read) unless it is there. out: placement of
+        the results, a sharding or a tree of them. donate: arguments whose memory is reused."""
         if name not in self.programs:
             start = time.perf_counter()
-            jitted = jax.jit(function, donate_argnums=donate, out_shardings=sharding)
+            jitted = jax.jit(function, donate_argnums=donate, out_shardings=out)
             run = jitted.lower(*jax.tree.map(shape_of, args)).compile()
             seconds = time.perf_counter() - start
             memory = run.memory_analysis()  # None where a backend does not tell

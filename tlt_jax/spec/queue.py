@@ -48,11 +48,12 @@ class Queue:
         self.longest_prompt = max([self.longest_prompt, *(len(g.prompt) for g in groups)])
         return [(g, member) for g in groups for member in range(g.members)]
 
-    def put(self, entries: Sequence[Entry]):
-        """Put responses of known groups at the end."""
+    def put(self, entries: Sequence[Entry]) -> int:
+        """Put responses of known groups at the end. Returns how many this process is to start."""
         for entry in entries:
             self._last[entry[0]] = len(self.entries)
             self.entries.append(entry)
+        return len(entries)
 
     def take(self, count: int) -> list[Entry]:
         """The next `count` responses, or as many as there are."""

@@ -58,7 +58,7 @@ class Session:
         self.engine, self.params, self.queue, self.run_key = engine, params, queue, run_key
         self.prefixes: dict[Group, tuple[Prefix, int]] = {}
         self.in_flight: Emitted | None = None
-        self.prefilling: jax.Array | None = None  # ready when the prompts before the segment are
+        self.prefilling: jax.Array | None = None  # ready when the newest prompts are computed
         self.slots = engine.cache_bucket(queue.longest_prompt)
         self.rows: list[Row | None] = []
         self.state: DecodeState | None = None  # until the first rows enter
@@ -93,6 +93,7 @@ class Session:
             raise RuntimeError("a segment is in flight; collect it before dispatching the next")
         if self.done:
             raise RuntimeError("every response is finished; there is nothing to dispatch")
+        self.prefilling = None
         room = self.engine.config.batch_buckets[-1] - self.live
         entering = self.queue.take(room if admit is None else min(admit, room))
         if not self.live and not entering:
@@ -110,13 +111,9 @@ class Session:
         """Whether `collect` would return without waiting."""
         return self._flying().token.is_ready()
 
-    def prefilled(self) -> bool:
-        """Whether the prompts that entered with the segment in flight are computed."""
-        return self.prefilling is None or self.prefilling.is_ready()
-
-    def wait_for_prefill(self):
-        if self.prefilling is not None:
-            self.prefilling.block_until_ready()
+    def wait(self):
+        """Wait until `ready`."""
+        self._flying().token.block_until_ready()
 
     def _flying(self) -> Emitted:
         if self.in_flight is None:
@@ -126,7 +123,6 @@ class Session:
     def collect(self) -> list[Response]:
         """Wait for the segment in flight; the responses that it finished, in row order."""
         emitted, self.in_flight = jax.device_get(self._flying()), None
-        self.prefilling = None
         finished = []
         for b, row in enumerate(self.rows):
             if row is None:
