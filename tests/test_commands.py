@@ -341,7 +341,8 @@ def test_a_tiny_run_from_the_command_line(tmp_path):
     assert len((start["git_commit"] or "0" * 40).removesuffix("-dirty")) == 40
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["content/step"] for line in lines] == [0, 1, 2]
-    assert set(lines[-1]) == metrics.STEP_KEYS | metrics.EVALUATION_KEYS
+    expected = metrics.STEP_KEYS | metrics.EVALUATION_KEYS | {"pace/idle_share/0"}
+    assert set(lines[-1]) == expected
     names = {event["name"] for event in read_events(run / "events.jsonl")}
     assert {"decode", "update"} <= names
     assert {"decode", "update"} <= {
