@@ -61,6 +61,6 @@ def get_config(arg: str = "full") -> ConfigDict:
             "max_new_tokens": 16 if smoke else 512,
             "shrink": 4,
         },
-        trainer={"learning_rate": 5e-6, "micro_batch_tokens": 2048},
+        trainer={"learning_rate": 2e-5, "warmup_steps": 4, "micro_batch_tokens": 2048},
         evaluation={"every": 10, "prompts": 2 if smoke else 240},
     )
