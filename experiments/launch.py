@@ -11,6 +11,7 @@ If one fails, all are stopped, and the status of this command is not 0. POSIX.
 import argparse
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -147,6 +148,8 @@ def launch(given: argparse.Namespace) -> int:
         for thread in copying:
             thread.join()
     if failed is None:
+        if given.logs is None:
+            shutil.rmtree(logs, ignore_errors=True)
         return 0
     status = running[failed].returncode
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
@@ -167,7 +170,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, required=True)
     parser.add_argument("--pin", action="store_true", help="give each process cores of its own")
     parser.add_argument("--devices", type=int, default=0, help="CPU devices in each process")
-    parser.add_argument("--logs", type=Path, help="folder of the logs (a temporary one)")
+    parser.add_argument("--logs", type=Path, help="folder of the logs (a temporary one, kept where the command fails)")
     if "--" not in argv:
         parser.error("put the command behind --, as in: --processes 2 -- python -m ...")
     split = argv.index("--")

@@ -99,7 +99,8 @@ class ModelConfig:
             if getattr(self, name) % tensor:
                 raise ValueError(
                     f"mesh.tensor={tensor} does not divide the model's {name}="
-                    f"{getattr(self, name)}; choose a divisor of it"
+                    f"{getattr(self, name)}; choose a divisor of it, or a random model's size so "
+                    "that it does"
                 )
         if self.width % data:
             raise ValueError(

@@ -13,6 +13,7 @@ from tlt_jax.models.tokenizer import Tokenizer
 
 CHECKPOINTS, FINAL = "checkpoints", "policy"  # folders of a run
 PART = "policy"  # of a checkpoint: the weights
+BYTES = 259  # ids of the byte tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +35,21 @@ class PolicyConfig:
     num_kv_heads: int = 2
     head_dim: int = 16
     max_context: int = 512
+    vocab_size: int = BYTES  # more where tensor-parallel devices have to divide it: unused rows
 
     def __post_init__(self):
         # The sizes are checked, and the dtype, by the description of a random model.
-        self.random_model(vocab_size=1)
+        self.random_model()
+        if self.vocab_size < BYTES:
+            raise ValueError(
+                f"policy.vocab_size={self.vocab_size} must be at least {BYTES}: the bytes and "
+                "what begins, ends and fills a text"
+            )
 
-    def random_model(self, vocab_size: int) -> ModelConfig:
+    def random_model(self) -> ModelConfig:
         sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del sizes["path"]
-        return ModelConfig(vocab_size=vocab_size, tied=True, **sizes)
+        return ModelConfig(tied=True, **sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +84,7 @@ def load(config: PolicyConfig, key: jax.Array) -> Policy:
         model = dataclasses.replace(found.config, dtype=config.dtype, remat=config.remat)
         return Policy(model, jax.tree.map(jnp.array, found.params), found.tokenizer)
     text = tokenizer.byte_tokenizer()
-    model = config.random_model(text.vocab_size)
+    model = config.random_model()
     return Policy(model, transformer.init(model, key), text)
 
 
