@@ -170,7 +170,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, required=True)
     parser.add_argument("--pin", action="store_true", help="give each process cores of its own")
     parser.add_argument("--devices", type=int, default=0, help="CPU devices in each process")
-    parser.add_argument("--logs", type=Path, help="folder of the logs (a temporary one, kept where the command fails)")
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        help="folder of the logs (a temporary one, kept where the command fails)",
+    )
     if "--" not in argv:
         parser.error("put the command behind --, as in: --processes 2 -- python -m ...")
     split = argv.index("--")
