@@ -19,13 +19,13 @@ from experiments.report import as_text
 from tlt_jax.events import events_file, read_events
 
 Span = tuple[float, float]
-# Spans in which a process works or waits for something; the others (rollout, evaluate) hold these.
+# Spans in which a process works or waits for others. Rollout and evaluate hold these; a slice that
+# is idle is no excuse: another works, or the process waits for a reward or at a barrier.
 WORK = (
     "barrier",
     "checkpoint",
     "compile",
     "decode",
-    "idle",
     "prefill",
     "publish",
     "reward wait",
