@@ -1,7 +1,8 @@
 """Does RL make a model that answers in steps better, and how long is the tail of its rollouts?
 
-GRPO from the folder that the cold start makes (cold_start.py, here beside), on the same tasks:
-short questions and long ones of each, so that lengths spread as those of reasoning models do.
+GRPO from the folder that the cold start makes (cold_start.py, here beside), on those of its tasks
+that it sometimes gets right: where all answers of a group are wrong there is nothing to learn.
+Short questions and long ones, so that lengths spread as those of reasoning models do.
 Command:  python -m experiments.cold_start --config=experiments/configs/cold_start.py \\
               --out=runs/reasoner
           python -m experiments.main --config=experiments/configs/reasoner.py --workdir=DIR
@@ -36,6 +37,14 @@ TASKS = {
         "params": {"min_words": 8, "max_words": 12},
     },
 }
+WITHIN_REACH = (
+    "chain_sum",
+    "gcd",
+    "count_bits",
+    "prime_factorization",
+    "letter_counting",
+    "letter_counting_long",
+)
 DATA = {
     "tasks": TASKS,
     "eval_size": 240,
@@ -52,7 +61,11 @@ def get_config(arg: str = "full") -> ConfigDict:
     smoke = arg == "smoke"
     return base.get_config(
         steps=2 if smoke else 40,
-        data={**(BYTE_DATA if smoke else DATA), "size": 26 if smoke else 2000},
+        data={
+            **(BYTE_DATA if smoke else DATA),
+            "tasks": {name: TASKS[name] for name in WITHIN_REACH},
+            "size": 26 if smoke else 2000,
+        },
         policy=BYTES if smoke else {"path": "runs/reasoner"},
         reward={"extractor": "answer_tag"},
         rollout={
@@ -61,6 +74,6 @@ def get_config(arg: str = "full") -> ConfigDict:
             "max_new_tokens": 16 if smoke else 512,
             "shrink": 4,
         },
-        trainer={"learning_rate": 2e-5, "warmup_steps": 4, "micro_batch_tokens": 2048},
+        trainer={"learning_rate": 3e-5, "warmup_steps": 4, "micro_batch_tokens": 2048},
         evaluation={"every": 10, "prompts": 2 if smoke else 240},
     )
