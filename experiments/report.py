@@ -137,7 +137,8 @@ def _cell(cell) -> str:
     if isinstance(cell, str):
         return cell
     mean, half = cell
-    digits = 1 if abs(mean) >= 100 else 3
+    least = min(x for x in (abs(mean), half or 0.0, 1.0) if x) if abs(mean) < 0.01 else 1.0
+    digits = 1 if abs(mean) >= 100 else max(3, 1 - math.floor(math.log10(least)))
     return f"{mean:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
 
 

@@ -10,6 +10,7 @@ share DIR by --only=1/2 and --only=2/2.
 
 import argparse
 import dataclasses
+import fcntl
 import json
 import os
 import shlex
@@ -151,9 +152,21 @@ def _failure(folder: Path, run: Running) -> str:
     if code < 0:
         error = f"killed by {signal.Signals(-code).name}"
     error = error or f"ended with status {code} and no message"
-    if not (folder / run.point.name / ERROR).exists():
+    if not (folder / run.point.name / ERROR).exists() and not _in_use(folder / run.point.name):
         atomic.write_text(folder / run.point.name / ERROR, error + "\n")
     return error
+
+
+def _in_use(workdir: Path) -> bool:
+    """Whether another process works on a run: its folder is not this sweep's to write in."""
+    try:
+        with open(workdir / ".lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def first_error_line(text: str) -> str:

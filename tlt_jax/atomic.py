@@ -39,6 +39,17 @@ def check_writable(path: str | os.PathLike) -> None:
     Path(path).unlink()
 
 
+def sync_folder(folder: str | os.PathLike) -> None:
+    """Wait until the disk has a folder and the files in it, before it is renamed into place."""
+    folder = Path(folder)
+    for path in (*(p for p in folder.iterdir() if p.is_file()), folder):
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
 class LineFile:
     """An append-only text file of whole lines, kept whole across crashes.
 

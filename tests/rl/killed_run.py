@@ -23,6 +23,7 @@ from tlt_jax.models import hf
 from tlt_jax.rl import evaluate, loop, policy_trainer, run
 from tlt_jax.rl.rewards import RewardPool
 from tlt_jax.rl.run import Run
+from tlt_jax.rl.warm_up import SUPERVISED
 from tlt_jax.sharding.distributed import INDEX
 from tlt_jax.spec.session import Session
 
@@ -73,15 +74,21 @@ def is_policy(source, target):
     return str(target).endswith("policy")
 
 
+def is_rl(trainer):
+    return trainer.algorithm is not SUPERVISED
+
+
 # Steps are counted from 1; evaluation and warm-up call some of these as well, hence the numbers.
 POINTS: dict[str, Callable[[], None]] = {
     "never": lambda: None,
     "in the warm-up": lambda: kill_at(policy_trainer, "apply_gradient", 5),
     "in the first evaluation": lambda: kill_at(evaluate, "held_out_measures"),
     "in a rollout": lambda: kill_at(Session, "collect", 12),
-    "in grading": lambda: kill_at(RewardPool, "submit", 40),
-    "waiting for rewards": lambda: kill_at(RewardPool, "drain", 5),
-    "in an update": lambda: kill_at(loop.PolicyTrainer, "gradient", 24, after=True),
+    "in grading": lambda: kill_at(RewardPool, "submit", 30),
+    "waiting for rewards": lambda: kill_at(RewardPool, "drain", 4),
+    "in an update": lambda: kill_at(
+        loop.PolicyTrainer, "gradient", 2, after=True, only=lambda self, *_: is_rl(self)
+    ),
     "before publishing": lambda: kill_at(run, "publish", 4),
     "in a metrics line": lambda: tear_line(4),
     "between metrics line and checkpoint": lambda: kill_at(Run, "save", 3),

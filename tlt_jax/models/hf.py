@@ -13,6 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from tlt_jax import atomic
 from tlt_jax.models import hf_config, weights
 from tlt_jax.models.config import ModelConfig
 
@@ -172,6 +173,7 @@ def save(folder, config: ModelConfig, params: dict, *, tokenizer=None, dtype=Non
         save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
         (draft / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
         (draft / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        atomic.sync_folder(draft)
         os.replace(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -77,6 +77,10 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer) -> PromptData:
         fresh = [record for record in records if record.text not in excluded]
         num_overlapping = len(records) - len(fresh)
         train = _file_examples(config, config.train_file, fresh, tokenizer)
+        # One may be written as a text there and as messages here.
+        known = {example.ids for example in held_out if example is not None}
+        other = [example for example in train if example is None or example.ids not in known]
+        num_overlapping, train = num_overlapping + len(train) - len(other), other
     num_before = len(train) + len(held_out)
     train, held_out = ([e for e in examples if e is not None] for examples in (train, held_out))
     num_too_long = num_before - len(train) - len(held_out)

@@ -11,10 +11,16 @@ from collections.abc import Callable
 _TAG_OPEN, _TAG_CLOSE = "<answer>", "</answer>"
 # A sign counts only where no operand stands before it: the last number of "7-4" is 4.
 _NUMBER = re.compile(
-    r"(?:(?<![\w.)])[-−])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+    r"(?:(?<![\w.)])[-−])?"
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
+    r"(?:[eE][-+]?[0-9]+(?!\w))?"
 )
 _BRACES = re.compile(r"(\\(?:boxed|fbox)\s{0,9}\{)|\\.|[{}]", re.DOTALL)
-_HASHES = re.compile(r"####[ \t]{0,9}([-−+]?\$?[0-9][0-9,]*(?:\.[0-9]+)?)")
+# A number that goes on as a fraction, power, product or ratio is taken whole.
+_HASHES = re.compile(
+    r"####[ \t]{0,9}([-−+]?\$?[-−]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+    r"(?:[ \t]{0,9}[/^:*×][ \t]{0,9}[-−0-9({\\][^\n#]*)?)"
+)
 _ANSWER_IS = re.compile(r"(?i)\banswer[*_]{0,3}(?:\s{1,9}is\b[*_]{0,3}:?|\s{0,9}:)[*_\s]{0,9}")
 _END = re.compile(r"\n|\.(?=\s|$)")
 
@@ -114,7 +120,7 @@ def _last_boxed(text: str) -> _Mark | None:
 
 
 def _last_hashes(text: str) -> _Mark | None:
-    found = [(mark.start(), mark[1]) for mark in _HASHES.finditer(text)]
+    found = [(mark.start(), mark[1].strip()) for mark in _HASHES.finditer(text)]
     return found[-1] if found else None
 
 

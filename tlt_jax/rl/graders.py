@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import math
+import numbers
 import pickle
 import traceback
 from collections.abc import Callable, Mapping
@@ -154,6 +155,6 @@ def _grade_task(extract, scorer, partial: bool, text: str, entry: dict) -> Any:
     if answer is None:
         return 0.0
     score = scorer(answer, entry["item"])
-    if partial or not isinstance(score, int | float) or not math.isfinite(score):
+    if partial or not isinstance(score, numbers.Real) or not math.isfinite(score):
         return score  # what is no finite number is the worker's to refuse
     return 1.0 if score == 1 else 0.0

@@ -85,7 +85,7 @@ def _step(run: Run, trainer: PolicyTrainer, published: Published, step: int) -> 
     config, events = run.config, run.events
     began, compiled = events.now(), run.compiling.seconds
     judged = _judged_rollout(run, published, step)
-    require_some_ok(judged.scores, step)
+    require_some_ok(judged.scores, f"step {step}")
 
     met = run.meet(f"update {step}")
     updating = events.now()
@@ -232,9 +232,14 @@ def _evaluation(run: Run, published: Published) -> dict:
     sampling = dataclasses.replace(run.config.rollout.sampling(), temperature=config.temperature)
     with run.events.span("evaluate"):
         done = _rollout(run, published, run.held_out, config.samples, sampling, "evaluation")
-    measured = evaluate.held_out_measures(done, config.k)
+    scores = [g.score for g in done.graded]
+    require_some_ok(scores, f"the evaluation with the policy of step {published.version}")
+    measured, statuses = evaluate.held_out_measures(done, config.k), count_statuses(scores)
     return {
         **{f"content/eval_{name}": x for name, x in measured.items()},
+        "pace/eval_reward_errors": statuses["error"],
+        "pace/eval_reward_timeouts": statuses["timeout"],
+        "pace/eval_reward_invalid": statuses["invalid"],
         "pace/eval_seconds": run.events.now() - began,
     }
 

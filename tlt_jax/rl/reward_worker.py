@@ -21,7 +21,9 @@ from tlt_jax.rl import graders
 
 STARTED = "started"  # the grader is loaded; its deadline begins
 _GRACE_S = 1.0  # beyond the deadline, so that the parent's own kill comes first
-_ALARM = signal.ITIMER_PROF, signal.SIGPROF  # of processor time: being stopped does not count
+# Of processor time, so that being stopped does not count; that of all threads, hence the cores.
+_ALARM = signal.ITIMER_PROF, signal.SIGPROF
+_CORES = os.cpu_count() or 1
 
 
 def main() -> None:
@@ -57,7 +59,7 @@ def main() -> None:
         # sets an alarm of its own.
         timer, number = _ALARM
         signal.signal(number, signal.SIG_DFL)
-        signal.setitimer(timer, deadline_s + _GRACE_S)
+        signal.setitimer(timer, (deadline_s + _GRACE_S) * _CORES)
         try:
             reply = check_value(0.0 if text is None else grade(text, entry))
         except BaseException:

@@ -296,13 +296,16 @@ def count_statuses(scores: Iterable[Score]) -> dict[str, int]:
     return {status: counts[status] for status in STATUSES}
 
 
-def require_some_ok(scores: Iterable[Score], step: int) -> None:
-    """Raise RuntimeError, with the first failure, if not one response of a step was graded."""
+def require_some_ok(scores: Iterable[Score], what: str) -> None:
+    """Raise RuntimeError, with the first failure, if not one response was graded.
+
+    what: they belong to, for the message.
+    """
     scores = list(scores)
     if all(score.status != "ok" for score in scores):
         counts = {status: n for status, n in count_statuses(scores).items() if n}
         first = scores[0].detail.strip() if scores else "there were no responses"
         raise RuntimeError(
-            f"step {step}: none of {len(scores)} gradings succeeded ({counts}), so there is "
-            f"nothing to learn from; the first failure: {first}"
+            f"{what}: none of {len(scores)} gradings succeeded ({counts}), so nothing is "
+            f"known of the policy; the first failure: {first}"
         )

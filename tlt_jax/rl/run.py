@@ -75,6 +75,11 @@ class Run:
         self.config, self.workdir, self.progress = config, workdir, progress
         self.checkpoints = Checkpoints(workdir / policy.CHECKPOINTS, config.checkpoint)
         self.saved = _saved(self.checkpoints, config)
+        if self.saved is None and (workdir / DONE).exists():
+            raise ValueError(
+                f"{workdir} holds a finished run without checkpoints, so there is nothing to go on "
+                "from; choose another folder"
+            )
         policy_key, self.run_key = jax.random.split(jax.random.key(config.seed))
         self.policy = policy.load(config.policy, policy_key)
         self.data = load_prompts(config.data, self.policy.tokenizer)
@@ -82,6 +87,11 @@ class Run:
             warnings.warn(
                 f"{left_out} prompts are left out: {self.data.num_too_long} longer than data."
                 f"max_prompt_tokens, {self.data.num_overlapping} in both files",
+                stacklevel=2,
+            )
+        if (found := len(self.data.held_out)) < (wanted := config.evaluation.prompts):
+            warnings.warn(
+                f"there are {found} held-out prompts and evaluation.prompts={wanted}: all are taken",
                 stacklevel=2,
             )
         self.stream = PromptStream(self.data.train, seed=config.data.seed, domain=noise.TRAIN)
