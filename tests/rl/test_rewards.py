@@ -301,6 +301,6 @@ def test_bad_settings(settings, words):
 
 def test_a_step_without_one_grading_stops():
     failed = Score(None, "error", "KeyError: 'x'")
-    require_some_ok([failed, Score(0.0, "ok", "")], 3)
+    require_some_ok([failed, Score(0.0, "ok", "")], "step 3")
     with pytest.raises(RuntimeError, match=r"step 3: none of 2 .*'error': 2.*KeyError"):
-        require_some_ok([failed, failed], 3)
+        require_some_ok([failed, failed], "step 3")

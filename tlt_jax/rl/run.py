@@ -91,7 +91,7 @@ class Run:
             )
         if (found := len(self.data.held_out)) < (wanted := config.evaluation.prompts):
             warnings.warn(
-                f"there are {found} held-out prompts and evaluation.prompts={wanted}: all are taken",
+                f"there are {found} held-out prompts and evaluation.prompts={wanted}: all used",
                 stacklevel=2,
             )
         self.stream = PromptStream(self.data.train, seed=config.data.seed, domain=noise.TRAIN)
