@@ -122,7 +122,7 @@ def test_failing_gradings_are_masked_out_and_counted(tmp_path):
 
 def test_a_step_in_which_all_gradings_fail_stops_the_run(tmp_path):
     grader = f"{sample_graders.__name__}:raises"
-    with pytest.raises(RuntimeError, match=r"step 1: none of 16 gradings succeeded"):
+    with pytest.raises(RuntimeError, match=r"policy of step 0: none of \d+ gradings succeeded"):
         run(tmp_path / "none", **{"reward.grader": grader, "reward.extractor": ""})
 
 
