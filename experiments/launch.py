@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tlt_jax.sharding.distributed import COORDINATOR, INDEX, PROCESSES
 
-GRACE_S = 10.0  # between asking the others to stop and killing them
+GRACE_S = 10.0  # for the others to end by themselves, then when asked to, before they are killed
 LAST_LINES = 10
 
 
@@ -100,20 +100,28 @@ def signal_all(running: Sequence[subprocess.Popen], number: int):
                 pass
 
 
+def wait(running: Sequence[subprocess.Popen], seconds: float):
+    """Until all have ended, or that long."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and any(p.poll() is None for p in running):
+        time.sleep(0.05)
+
+
+def stop(running: Sequence[subprocess.Popen]):
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        signal_all(running, number)
+        wait(running, GRACE_S)
+
+
 def watch(running: Sequence[subprocess.Popen]) -> int | None:
     """Wait until all have ended well, or one has not: then stop the others. Returns its number."""
     while True:
         statuses = [process.poll() for process in running]
         failed = [i for i, status in enumerate(statuses) if status]
         if failed:
-            # The others notice by themselves, too, and say so; but not all who wait can.
-            signal_all(running, signal.SIGTERM)
-            end = time.monotonic() + GRACE_S
-            while time.monotonic() < end and any(p.poll() is None for p in running):
-                time.sleep(0.05)
-            signal_all(running, signal.SIGKILL)
-            for process in running:
-                process.wait()
+            # Those with an error of their own say it; not all who wait for the failed one can.
+            wait(running, GRACE_S)
+            stop(running)
             # A killed process is the cause where others failed because of it.
             return next((i for i in failed if statuses[i] < 0), failed[0])
         if all(status == 0 for status in statuses):
@@ -139,14 +147,15 @@ def launch(given: argparse.Namespace) -> int:
         for i in range(given.processes):
             running.append(start(given.command, i, given, address, cores and cores[i]))
             log = logs / f"process_{i}.log"
-            thread = threading.Thread(target=copy_output, args=(running[i], log, i == 0))
+            args = (running[i], log, i == 0)
+            thread = threading.Thread(target=copy_output, args=args, daemon=True)
             thread.start()
             copying.append(thread)
         failed = watch(running)
     finally:
         signal_all(running, signal.SIGKILL)
         for thread in copying:
-            thread.join()
+            thread.join(GRACE_S)  # a grandchild may hold the pipe
     if failed is None:
         if given.logs is None:
             shutil.rmtree(logs, ignore_errors=True)

@@ -171,8 +171,11 @@ def main(argv):
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         with distributed.together(config.distributed):
-            distributed.agree("config", comparable(config))
-            distributed.agree("code", {"git_commit": git_commit(), "versions": versions()})
+            try:
+                distributed.agree("config", comparable(config))
+                distributed.agree("code", {"git_commit": git_commit(), "versions": versions()})
+            except ValueError as error:
+                raise SystemExit(str(error)) from None
             run_in(Path(WORKDIR.value), config)
     except (ValueError, RuntimeError) as error:
         raise SystemExit(str(error)) from None

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.report import as_text
-from tlt_jax.events import events_file, read_events
+from tlt_jax.events import all_events_files, read_events
 
 Span = tuple[float, float]
 # Spans in which a process works or waits for others. Rollout and evaluate hold these; a slice that
@@ -115,6 +115,8 @@ def timeline(events: Sequence[dict]) -> dict:
         )
     for p in range(len(updates)):
         work = common([s for name in WORK for s in spans(name, process=p)], steps)
+        if not work:  # it was there before a resume on fewer
+            continue
         processes.append({"process": p, "in_no_span": 1 - length(work) / (end - begin)})
     return {
         "steps": len(updates[0]),
@@ -151,9 +153,7 @@ def main(argv: Sequence[str]):
     parser.add_argument("workdir", type=Path)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
-    paths = []
-    while (path := events_file(given.workdir, len(paths))).exists():
-        paths.append(path)
+    paths = all_events_files(given.workdir)
     try:
         if not paths:
             raise ValueError(f"{given.workdir} holds no events.jsonl; give the workdir of a run")

@@ -13,6 +13,7 @@ import os
 import shutil
 import threading
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,13 +170,18 @@ class Checkpoints:
 
     def _save(self, step: int, parts: dict[str, Any], record: dict, keep: bool, begun: Any) -> None:
         here = self.folder / str(step)
-        try:
-            (begun or self._begin(step, parts)).result()
-            distributed.barrier(f"checkpoint {step} is written")
+
+        def finish():
             if distributed.index() == 0:
                 self._seal(here, parts, record, keep)
                 self._remove_old()
-            distributed.barrier(f"checkpoint {step} is whole")
+
+        try:
+            _together(
+                f"checkpoint {step} is written",
+                lambda: (begun or self._begin(step, parts)).result(),
+            )
+            _together(f"checkpoint {step} is whole", finish)
         except BaseException as error:  # for the thread that asks next
             self._error = error
 
@@ -211,6 +217,21 @@ class Checkpoints:
         for path in self.folder.iterdir():
             if path.name.isdecimal() and not (path / MANIFEST).exists():
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _together(name: str, action: Callable[[], Any]) -> None:
+    """Do a part of a save; raise on every process where one of them could not."""
+    error = None
+    try:
+        action()
+    except BaseException as raised:
+        error = raised
+    found = distributed.exchange(name, error and _first_line(error))
+    if error is not None:
+        raise error
+    for process, said in enumerate(found):
+        if said is not None:
+            raise CheckpointError(f"process {process}: {said}")
 
 
 @jax.jit

@@ -22,6 +22,14 @@ def events_file(workdir: Path, process: int) -> Path:
     return workdir / ("events.jsonl" if process == 0 else f"events.{process}.jsonl")
 
 
+def all_events_files(workdir: Path) -> list[Path]:
+    """Those of all processes that ever worked on a run, also when it had more of them, in order."""
+    found = [events_file(workdir, 0)]
+    while (path := events_file(workdir, len(found))).exists():
+        found.append(path)
+    return [path for path in found if path.exists()]
+
+
 class EventLog:
     """Collects finished spans of all threads and appends them to a file, one JSON line each.
 

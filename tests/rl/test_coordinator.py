@@ -125,12 +125,22 @@ def test_busy_and_idle_time():
     """Worker 1 has its only response for one second; worker 0 works for four."""
     _, _, coordinator, end = simulate([4, 1], 2, 8, fixed=True, seconds=lambda w, live: 1.0)
     assert end == 4.0
-    assert coordinator.busy_seconds(10.0) == [4.0, 1.0]
+    assert coordinator.idle_spans() == [[], []]
     assert coordinator.idle_since() == [4.0, 1.0]
     coordinator.queued(6.0, 1)
     assert coordinator.workers[0].state is State.BUSY
     assert coordinator.idle_since() == [None, 1.0]
-    assert coordinator.busy_seconds(7.0) == [5.0, 1.0]
+    assert coordinator.idle_spans() == [[(4.0, 6.0)], []]
+
+
+def test_a_worker_held_back_for_the_logical_clock_is_idle():
+    """Worker 1's segments take one second and worker 0's four: it works a quarter of the time."""
+    seconds = lambda w, live: 1.0 if w else 4.0  # noqa: E731
+    *_, coordinator, end = simulate([2] * 40, 2, 2, fixed=True, seconds=seconds)
+    spans = coordinator.idle_spans()
+    assert not spans[0]
+    idle = sum(t1 - t0 for t0, t1 in spans[1]) + end - coordinator.idle_since()[1]
+    assert idle == pytest.approx(0.75 * end)
 
 
 def test_a_worker_that_finds_the_queue_empty_rests():

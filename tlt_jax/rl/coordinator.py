@@ -10,8 +10,8 @@ import enum
 
 
 class State(enum.Enum):
-    BUSY = "busy"  # has rows to work on
-    IDLE = "idle"  # has none, and none wait
+    BUSY = "busy"  # works on rows, or can start to
+    IDLE = "idle"  # has none, or others come first by the logical clock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class _Worker:
     segments: int = 0  # started: the logical clock of `fixed`
     target: int = 0  # rows that it is to fill while responses wait
     since: float = 0.0  # when it last became busy or idle
-    busy: float = 0.0  # seconds, up to `since`
+    idle: list[tuple[float, float]] = dataclasses.field(default_factory=list)  # spans that are over
     state: State = State.IDLE
 
 
@@ -69,11 +69,8 @@ class Coordinator:
         for i, worker in enumerate(self.workers):
             if worker.flying:
                 continue
-            room = self._room(worker)
-            if room and self.fixed and not self._is_first(i):
-                continue
-            if room or worker.live:
-                return Dispatch(i, room)
+            if self._can_start(i):
+                return Dispatch(i, self._room(worker))
         return None
 
     def started(self, now: float, worker: int, live: int, waiting: int):
@@ -104,16 +101,23 @@ class Coordinator:
         """Whether every response has been decoded."""
         return not self.waiting and all(w.state is State.IDLE for w in self.workers)
 
-    def busy_seconds(self, now: float) -> list[float]:
-        """Of every worker, since it was made."""
-        return [w.busy + (now - w.since) * (w.state is State.BUSY) for w in self.workers]
+    def idle_spans(self) -> list[list[tuple[float, float]]]:
+        """When each worker was idle and then busy again."""
+        return [list(w.idle) for w in self.workers]
 
     def idle_since(self) -> list[float | None]:
-        """When each worker last ran out of responses; None while it is busy."""
+        """Since when each worker is idle; None while it is busy."""
         return [w.since if w.state is State.IDLE else None for w in self.workers]
 
     def _room(self, worker: _Worker) -> int:
         return max(0, min(worker.target - worker.live, self.waiting))
+
+    def _can_start(self, i: int) -> bool:
+        """Whether a segment of worker `i`, which has none in flight, may start now."""
+        room = self._room(self.workers[i])
+        if room and self.fixed and not self._is_first(i):
+            return False
+        return bool(room or self.workers[i].live)
 
     def _is_first(self, i: int) -> bool:
         """Whether no worker can still come to take from the queue at an earlier logical time."""
@@ -125,8 +129,9 @@ class Coordinator:
 
     def _settle(self, now: float):
         """Turn workers busy or idle, as they stand now."""
-        for w in self.workers:
-            state = State.BUSY if w.live or w.flying or self._room(w) else State.IDLE
+        for i, w in enumerate(self.workers):
+            state = State.BUSY if w.flying or self._can_start(i) else State.IDLE
             if state is not w.state:
-                w.busy += (now - w.since) * (w.state is State.BUSY)
+                if state is State.BUSY and now > w.since:
+                    w.idle.append((w.since, now))
                 w.state, w.since = state, now

@@ -51,7 +51,9 @@ def train(config: Config, workdir: Path, progress: Progress) -> Summary:
     try:
         run.load_graders()
         run.reopen()
+        run.meet("start")
         trainer, done = run.start()
+        run.meet("first publish")
         published = run.publish(trainer, done)
         if run.saved is None:
             if run.held_out:

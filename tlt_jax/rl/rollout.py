@@ -89,8 +89,9 @@ class _Part:
     share: int = 0  # responses that a fixed schedule would have it start
     done: dict[Key, tuple[Response, str]] = dataclasses.field(default_factory=dict)
     scores: dict[Key, Score] = dataclasses.field(default_factory=dict)
-    dry: list[float] = dataclasses.field(default_factory=list)  # when each worker had nothing left,
-    # in seconds after `began`
+    # Of each worker, in seconds after `began`: when it had nothing left, and before that was idle.
+    dry: list[float] = dataclasses.field(default_factory=list)
+    gaps: list[list[tuple[float, float]]] = dataclasses.field(default_factory=list)
 
 
 class Sampler:
@@ -180,6 +181,10 @@ class Sampler:
                         part.share += put(extra)
                         decoding.queued(len(queue))
             part.dry = [t - part.began for t in decoding.coordinator.idle_since()]
+            part.gaps = [
+                [(t0 - part.began, t1 - part.began) for t0, t1 in spans if t0 >= part.began]
+                for spans in decoding.coordinator.idle_spans()
+            ]
             seconds, scored = self._timed("reward wait", self.pool.drain)
             part.scores.update(scored)
             waited += seconds
@@ -212,18 +217,23 @@ class Sampler:
 
     def _note_idle(self, part: _Part, seconds: float):
         """The spans in which workers of this process had nothing to do and others had."""
-        for i, dry in enumerate(part.dry):
-            if dry < seconds:
-                start, end = part.began + dry, part.began + seconds
-                self.events.add("idle", start, end, worker=self.workers.first + i)
+        for i, (dry, gaps) in enumerate(zip(part.dry, part.gaps)):
+            for start, end in (*gaps, (dry, seconds)):
+                if start < end:
+                    start, end = part.began + start, part.began + end
+                    self.events.add("idle", start, end, worker=self.workers.first + i)
 
 
 def _pace(rounds: list[list[_Part]]) -> dict:
     """The figures of a rollout: each round ends when the last worker has nothing left."""
     ends = [max(max(p.dry) for p in parts) for parts in rounds]
     dry = [[t for p in parts for t in p.dry] for parts in rounds]  # by round, then slice
+    gaps = [[sum(t1 - t0 for t0, t1 in g) for p in parts for g in p.gaps] for parts in rounds]
     total = sum(ends) or 1.0
-    idle = [sum(end - t for end, t in zip(ends, each)) / total for each in zip(*dry)]
+    idle = [
+        sum(end - t + gap for end, t, gap in zip(ends, *each)) / total
+        for each in zip(zip(*dry), zip(*gaps))
+    ]
     tail = sum(end - min(each) for end, each in zip(ends, dry)) / total
     moved = sum(max(0, len(p.done) - p.share) for parts in rounds for p in parts)
     return {"seconds": sum(ends), "idle_shares": idle, "tail_share": tail, "moved": moved}

@@ -19,7 +19,7 @@ from tlt_jax import atomic
 from tlt_jax.checkpoint import CheckpointError, Checkpoints
 from tlt_jax.compile_clock import CompileClock
 from tlt_jax.config import Config, differences, to_dict
-from tlt_jax.events import EventLog, events_file, to_chrome_trace
+from tlt_jax.events import EventLog, all_events_files, events_file, to_chrome_trace
 from tlt_jax.loggers import make_logger
 from tlt_jax.metrics import MetricsWriter, read_metrics
 from tlt_jax.models import hf, hf_config, transformer
@@ -137,6 +137,18 @@ class Run:
         self.history: LengthHistory | None = None
         if config.rollout.longest_first:
             self.history = LengthHistory(self.saved and self.saved.record["lengths"])
+        if distributed.count() > 1:
+            # What lies in files: other weights or prompts would be mixed without a sound.
+            distributed.agree(
+                "what they start from",
+                {
+                    "newest checkpoint": self.saved and self.saved.step,
+                    "weights": tree_hash(self.policy.params),
+                    "training prompts": fingerprint(self.data.train),
+                    "held-out prompts": fingerprint(self.held_out),
+                    "64-bit mode": jax.config.jax_enable_x64,
+                },
+            )
         # From here on files are open and, last, processes run. One process keeps the records.
         self.leads = distributed.index() == 0
         first = 0 if self.saved is None else self.saved.step + 1
@@ -306,7 +318,7 @@ class Run:
         self.events.flush()
         self.meet("finish")
         if self.leads:
-            files = [events_file(self.workdir, i) for i in range(distributed.count())]
+            files = all_events_files(self.workdir)
             to_chrome_trace(files, self.workdir / TRACE)
             done = {"steps": self.config.steps, "weights": hashes[0]}
             atomic.write_json(self.workdir / DONE, done)

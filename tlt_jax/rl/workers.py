@@ -58,7 +58,6 @@ class Decoding:
         events: EventLog,
     ):
         self.workers, self.queue, self.events = workers, queue, events
-        self.coordinator = Coordinator(len(workers), workers.rows, fixed=fixed, now=events.now())
         self.began = [0.0] * len(workers)  # of what each does now, as a span
         self.waiting = [0] * len(workers)  # responses in the queue when its segment started
         each = -(-share // len(workers))
@@ -67,6 +66,7 @@ class Decoding:
                 engine.session(p, queue, run_key, each)
                 for engine, p in zip(workers.engines, params, strict=True)
             ]
+        self.coordinator = Coordinator(len(workers), workers.rows, fixed=fixed, now=events.now())
         self.queued(share)
 
     def queued(self, share: int):

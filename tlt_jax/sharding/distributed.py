@@ -24,6 +24,7 @@ from jax._src import distributed as _jax_distributed
 RENDEZVOUS_S = 60  # for all processes to come
 HEARTBEAT_S = 10  # without a sign of life, then a process is dead; long work gives signs too
 BARRIER_S = 24 * 3600  # a tail may be slow; a death ends the wait
+LINGER_S = 3  # the end of process 0 ends the others; those with the same error may still say it
 CHUNK = 1 << 20  # bytes of one value; the service takes messages of at most 4 MB
 # What `experiments.launch` tells the processes that it starts.
 COORDINATOR, PROCESSES, INDEX = "TLT_COORDINATOR", "TLT_PROCESSES", "TLT_INDEX"
@@ -81,6 +82,8 @@ def join(config: DistributedConfig):
         }
     try:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # It would swallow SIGTERM, to be asked about by whoever saves at a preemption.
+        jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(
             **fixed,
             initialization_timeout=RENDEZVOUS_S,
@@ -146,6 +149,8 @@ def together(config: DistributedConfig) -> Iterator[None]:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
+        if index() == 0:
+            time.sleep(LINGER_S)
         os._exit(1)
 
 

@@ -5,6 +5,7 @@ is split. The optimizer's moments have the paths of their parameters behind a pr
 so the same rules hold for them.
 """
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -97,7 +98,13 @@ def whole(mesh: Mesh, tree: Any) -> Any:
     """Arrays by any sharding -> the same on every device, so that every process can read them."""
     if mesh.size == 1:
         return tree
-    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(tree)
+    return _gather(mesh)(tree)
+
+
+@functools.lru_cache
+def _gather(mesh: Mesh):
+    """One function per mesh: another would compile again."""
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
 
 
 def place(mesh: Mesh, rules: Rules, tree: Any) -> Any:
