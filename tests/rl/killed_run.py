@@ -84,7 +84,7 @@ POINTS: dict[str, Callable[[], None]] = {
     "in the warm-up": lambda: kill_at(policy_trainer, "apply_gradient", 5),
     "in the first evaluation": lambda: kill_at(evaluate, "held_out_measures"),
     "in a rollout": lambda: kill_at(Session, "collect", 12),
-    "in grading": lambda: kill_at(RewardPool, "submit", 30),
+    "in grading": lambda: kill_at(RewardPool, "submit", 20),
     "waiting for rewards": lambda: kill_at(RewardPool, "drain", 4),
     "in an update": lambda: kill_at(
         loop.PolicyTrainer, "gradient", 2, after=True, only=lambda self, *_: is_rl(self)
