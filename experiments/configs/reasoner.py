@@ -60,7 +60,7 @@ def get_config(arg: str = "full") -> ConfigDict:
         raise ValueError(f"reasoner.py:{arg} is unknown; use full or smoke")
     smoke = arg == "smoke"
     return base.get_config(
-        steps=2 if smoke else 40,
+        steps=2 if smoke else 60,
         data={
             **(BYTE_DATA if smoke else DATA),
             "tasks": {name: TASKS[name] for name in WITHIN_REACH},
@@ -75,5 +75,5 @@ def get_config(arg: str = "full") -> ConfigDict:
             "shrink": 4,
         },
         trainer={"learning_rate": 3e-5, "warmup_steps": 4, "micro_batch_tokens": 2048},
-        evaluation={"every": 10, "prompts": 2 if smoke else 240},
+        evaluation={"every": 15, "prompts": 2 if smoke else 240, "samples": 2},
     )
