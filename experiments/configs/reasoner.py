@@ -60,7 +60,7 @@ def get_config(arg: str = "full") -> ConfigDict:
         raise ValueError(f"reasoner.py:{arg} is unknown; use full or smoke")
     smoke = arg == "smoke"
     return base.get_config(
-        steps=2 if smoke else 60,
+        steps=2 if smoke else 120,
         data={
             **(BYTE_DATA if smoke else DATA),
             "tasks": {name: TASKS[name] for name in WITHIN_REACH},
