@@ -15,7 +15,7 @@ from tlt_jax.rl.optimizer import TrainerConfig
 from tlt_jax.rl.packing import Sample, first_fit_decreasing
 from tlt_jax.rl.policy import Policy, PolicyConfig
 from tlt_jax.rl.policy_trainer import PolicyTrainer
-from tlt_jax.rl.tasks import draw_sets
+from tlt_jax.rl.tasks import QuestionSets, Task, draw_sets
 from tlt_jax.spec.noise import EVALUATE
 
 COLD_START = 100  # domain of the questions' seed; those of RL are small (`spec/noise.py`)
@@ -25,13 +25,14 @@ COLD_START = 100  # domain of the questions' seed; those of RL are small (`spec/
 class ColdStartConfig:
     """What is taught, to which model, and how.
 
-    data: `size` questions of `tasks`, drawn with `seed`, none of them among the `eval_size`
-    questions that RL with the same data section holds out. An update is `rows` rows of
-    `row_tokens` tokens, filled with as many samples as fit. AdamW; the learning rate rises over
-    `warmup_steps` updates and falls linearly to zero.
+    data: `size` questions of `tasks`, drawn with `seed`; what RL with this data section would hold
+    out is never drawn. rl_data: the data section that RL does have, whose held-out questions are
+    left out too. An update is `rows` rows of `row_tokens` tokens, filled with as many samples as
+    fit. AdamW; the learning rate rises over `warmup_steps` updates and falls linearly to zero.
     """
 
     data: DataConfig
+    rl_data: DataConfig
     policy: PolicyConfig = PolicyConfig()
     epochs: int = 1
     rows: int = 3
@@ -82,16 +83,10 @@ def taught_samples(config: ColdStartConfig, start: Policy) -> tuple[list[Sample]
     """
     data = config.data
     tasks = [task.at(math.inf) for task in data.tasks]
-    sets = draw_sets(
-        tasks,
-        size=data.size,
-        seed=data.seed,
-        domain=COLD_START,
-        eval_size=data.eval_size,
-        eval_seed=data.eval_seed,
-        eval_domain=EVALUATE,
-    )
+    sets = _draw(data, tasks, data.size)
     [questions] = sets.training.values()
+    held_out = {q.text for q in _draw(config.rl_data, config.rl_data.tasks, 1).held_out}
+    questions = [question for question in questions if question.text not in held_out]
     samples = []
     for question in questions:
         example = question_example(data, start.tokenizer, question, since=0)
@@ -108,6 +103,19 @@ def taught_samples(config: ColdStartConfig, start: Policy) -> tuple[list[Sample]
             f"{config.row_tokens}; raise it or make the tasks easier"
         )
     return fitting, len(questions) - len(fitting)
+
+
+def _draw(data: DataConfig, tasks: Sequence[Task], size: int) -> QuestionSets:
+    """Questions to teach, `size` of them, and those that RL with this data section holds out."""
+    return draw_sets(
+        tasks,
+        size=size,
+        seed=data.seed,
+        domain=COLD_START,
+        eval_size=data.eval_size,
+        eval_seed=data.eval_seed,
+        eval_domain=EVALUATE,
+    )
 
 
 def updates(samples: Sequence[Sample], config: ColdStartConfig) -> Iterator[list[Sample]]:

@@ -51,15 +51,12 @@ def made(tmp_path_factory):
     return config, out
 
 
-def test_the_recipes_are_those_of_rl():
-    taught = from_dict(sft.ColdStartConfig, cold_start_config.get_config())
-    trained = from_dict(Config, reasoner.get_config())
-    same = {"size": 0, "seed": 0}
-    assert {**dataclasses.asdict(taught.data), **same} == {
-        **dataclasses.asdict(trained.data),
-        **same,
-    }
-    assert {task.name for task in taught.data.tasks} <= set(TRACES)
+def test_the_recipe_knows_the_data_of_rl():
+    for variant in ("full", "smoke"):
+        taught = from_dict(sft.ColdStartConfig, cold_start_config.get_config(variant))
+        assert taught.rl_data == from_dict(Config, reasoner.get_config(variant)).data
+        assert set(taught.rl_data.tasks) < set(taught.data.tasks)
+        assert {task.name for task in taught.data.tasks} <= set(TRACES)
 
 
 def test_what_rl_holds_out_is_not_taught():
@@ -74,6 +71,20 @@ def test_what_rl_holds_out_is_not_taught():
     assert sft.COLD_START not in (noise.TRAIN, noise.EVALUATE, noise.GENERATE)
     rl = {tuple(e.ids) for e in load_prompts(config.data, tokenizer).train}
     assert len(rl & prompts) < len(rl) / 2
+
+
+@pytest.mark.parametrize("eval_size", [40, 0])
+def test_what_rl_on_other_data_holds_out_is_not_taught(eval_size):
+    """Its draws differ from those of the cold start's own section; 0: then they are taught."""
+    few = {"chain_sum": {"params": {"min_terms": 2, "max_terms": 2, "max_digits": 1}}}
+    own = {"data__tasks": few, "data__size": 100, "data__eval_size": 4}
+    config = small(**own, rl_data__tasks=few, rl_data__eval_size=eval_size, rl_data__eval_seed=7)
+    samples, _ = sft.taught_samples(config, policy.Policy(None, {}, byte_tokenizer()))
+    prompts = {tuple(s.prompt.tolist()) for s in samples}
+    rl = dataclasses.replace(config.rl_data, eval_size=40, size=1)
+    held_out = {e.ids for e in load_prompts(rl, byte_tokenizer()).held_out}
+    assert len(held_out) > 15 and len(prompts) > 10
+    assert bool(held_out & prompts) == (eval_size == 0)
 
 
 def test_held_out_questions_would_be_taught_without_the_exclusion(monkeypatch):

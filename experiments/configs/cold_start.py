@@ -23,6 +23,7 @@ def get_config(arg: str = "full") -> ConfigDict:
         return base.settings_of(
             ColdStartConfig,
             data={**reasoner.BYTE_DATA, "size": 60},
+            rl_data=reasoner.get_config("smoke").data.to_dict(),
             policy=reasoner.BYTES,
             row_tokens=1024,
             micro_batch_tokens=3072,
@@ -32,6 +33,7 @@ def get_config(arg: str = "full") -> ConfigDict:
     return base.settings_of(
         ColdStartConfig,
         data={**reasoner.DATA, "size": 3300},
+        rl_data=reasoner.get_config().data.to_dict(),
         policy={"path": "smollm2"},
         learning_rate=3e-4,
     )

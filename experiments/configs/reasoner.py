@@ -19,17 +19,17 @@ TASKS = {
     "gcd": {"weight": 1.5, "params": {"max_value": 50}},
     "count_bits": {"weight": 1.2, "params": {"max_n": 255}},
     "prime_factorization": {"weight": 0.8, "params": {"max_value": 100}},
-    "base_conversion": {
-        "weight": 0.5,
-        "params": {"max_base": 4, "min_value": 1, "max_value": 50},
-    },
-    "spell_backward": {"weight": 1.2, "params": {"min_word_len": 4, "max_word_len": 8}},
     "letter_counting": {"weight": 1.2, "params": {"min_words": 2, "max_words": 10}},
     "letter_counting_long": {
         "name": "letter_counting",
         "weight": 0.45,
         "params": {"min_words": 15, "max_words": 40},
     },
+    "base_conversion": {
+        "weight": 0.5,
+        "params": {"max_base": 4, "min_value": 1, "max_value": 50},
+    },
+    "spell_backward": {"weight": 1.2, "params": {"min_word_len": 4, "max_word_len": 8}},
     "word_sorting": {"weight": 0.7, "params": {"min_words": 3, "max_words": 7}},
     "word_sorting_long": {
         "name": "word_sorting",
