@@ -2,7 +2,8 @@
 
 GRPO from the folder that the cold start makes (cold_start.py, here beside), on those of its tasks
 that it sometimes gets right: where all answers of a group are wrong there is nothing to learn.
-Short questions and long ones, so that lengths spread as those of reasoning models do.
+Most questions need few steps and some need many, so that lengths spread as those of reasoning
+models do.
 Command:  python -m experiments.cold_start --config=experiments/configs/cold_start.py \\
               --out=runs/reasoner
           python -m experiments.main --config=experiments/configs/reasoner.py --workdir=DIR
@@ -37,14 +38,13 @@ TASKS = {
         "params": {"min_words": 8, "max_words": 12},
     },
 }
-WITHIN_REACH = (
-    "chain_sum",
-    "gcd",
-    "count_bits",
-    "prime_factorization",
-    "letter_counting",
-    "letter_counting_long",
-)
+RL_WEIGHTS = {
+    "chain_sum": 1.5,
+    "gcd": 2.0,
+    "count_bits": 0.5,
+    "prime_factorization": 0.7,
+    "letter_counting_long": 0.3,
+}
 DATA = {
     "tasks": TASKS,
     "eval_size": 240,
@@ -59,11 +59,14 @@ def get_config(arg: str = "full") -> ConfigDict:
     if arg not in ("full", "smoke"):
         raise ValueError(f"reasoner.py:{arg} is unknown; use full or smoke")
     smoke = arg == "smoke"
+    steps = 2 if smoke else 140
     return base.get_config(
-        steps=2 if smoke else 120,
+        steps=steps,
         data={
             **(BYTE_DATA if smoke else DATA),
-            "tasks": {name: TASKS[name] for name in WITHIN_REACH},
+            "tasks": {
+                name: TASKS[name] | {"weight": weight} for name, weight in RL_WEIGHTS.items()
+            },
             "size": 26 if smoke else 2000,
         },
         policy=BYTES if smoke else {"path": "runs/reasoner"},
@@ -74,6 +77,12 @@ def get_config(arg: str = "full") -> ConfigDict:
             "max_new_tokens": 16 if smoke else 512,
             "shrink": 4,
         },
-        trainer={"learning_rate": 3e-5, "warmup_steps": 4, "micro_batch_tokens": 2048},
-        evaluation={"every": 15, "prompts": 2 if smoke else 240, "samples": 2},
+        trainer={
+            "learning_rate": 4e-5,
+            "schedule": "linear",
+            "warmup_steps": 1 if smoke else 4,
+            "total_steps": steps,
+            "micro_batch_tokens": 2048,
+        },
+        evaluation={"every": 35, "prompts": 2 if smoke else 240, "samples": 2},
     )
