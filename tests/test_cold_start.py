@@ -55,7 +55,8 @@ def test_the_recipe_knows_the_data_of_rl():
     for variant in ("full", "smoke"):
         taught = from_dict(sft.ColdStartConfig, cold_start_config.get_config(variant))
         assert taught.rl_data == from_dict(Config, reasoner.get_config(variant)).data
-        assert set(taught.rl_data.tasks) < set(taught.data.tasks)
+        known = {(task.name, task.params) for task in taught.data.tasks}
+        assert {(task.name, task.params) for task in taught.rl_data.tasks} < known
         assert {task.name for task in taught.data.tasks} <= set(TRACES)
 
 
